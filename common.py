@@ -1,0 +1,476 @@
+"""What two or more methods share with the same meaning: functions of tensors and numbers, never of cfg.
+
+    x_t = alpha(t) x0 + sigma(t) eps      t = 0 is data, larger t is noisier, in every schedule
+    x0   the data                         v     alpha eps - sigma x0
+    eps  unit noise                       flow  alpha' x0 + sigma' eps   (' is d/dt)
+
+    schedule     alpha(t)                 t              nets
+    edm          1                        0.002 .. 80    EDM, EDM2 (sigma = t)
+    sd, sdxl     table, SD's betas        0 .. 0.999     SD1.5, SDXL
+    dit          table, linear betas      0 .. 0.999     DiT
+    cogvideox    table, zero final SNR    0 .. 0.999     CogVideoX 5B (cogvideox2b: the 2B, SNR shift 3)
+    rf           1 - t                    0 .. 0.999     SiT, Flux, Wan, ... (sigma = t)
+    trig         cos t                    0 .. pi/2      sCM (sigma = sin t)
+
+Times are float64 (B,), or (B, F) with one per frame; float32 on MPS, which has no float64. Coefficients are
+computed in that type and applied in at least float32: in bfloat16 a t of 0.999 would be 1.
+"""
+import ast
+import difflib
+import functools
+import importlib.util
+import inspect
+import math
+import random
+import re
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+class BadInput(Exception):
+    """Input that cannot work, in one sentence: the value, what was expected, the cure. train.py exits 2."""
+
+def known(what, value, names):
+    """Raises BadInput, naming the nearest of the names or all, unless value is one of them."""
+    if value not in names:
+        close = difflib.get_close_matches(str(value), list(names), 1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+        raise BadInput(f"{what} {value!r} is not known; {hint}")
+
+def number(what, text):
+    """float(text), or BadInput."""
+    try:
+        return float(text)
+    except ValueError:
+        raise BadInput(f"{what}: {text!r} is not a number") from None
+
+# ---------------------------------------------------------------- schedules
+# name: t_min, t_max of training and sampling; the largest t that may be asked for (sCM trains to 800 on edm)
+schedules = dict(edm=(0.002, 80.0, math.inf), rf=(0.0, 0.999, 1.0), trig=(0.0, math.pi / 2, math.pi / 2),
+                 **dict.fromkeys(("sd", "sdxl", "dit", "cogvideox", "cogvideox2b"), (0.0, 0.999, 0.999)))
+
+def t_range(schedule):
+    """(t_min, t_max): the range of training and sampling unless told otherwise."""
+    known("schedule", schedule, schedules)
+    return schedules[schedule][:2]
+
+@functools.lru_cache(maxsize=None)
+def alpha_table(schedule, device, dtype):
+    """alpha at t = i / 1000, i = 0 .. 999, from the betas in the hub's scheduler configs, in float64."""
+    known("schedule", schedule, schedules)
+    scaled_linear = np.linspace(0.00085 ** 0.5, 0.012 ** 0.5, 1000) ** 2
+    abar = np.cumprod(1 - (np.linspace(1e-4, 0.02, 1000) if schedule == "dit" else scaled_linear))
+    if schedule.startswith("cogvideox"):  # SNR shift, then zero final SNR: the order of diffusers' scheduler
+        k = 3.0 if schedule == "cogvideox2b" else 1.0
+        q = np.sqrt(abar / (k + (1 - k) * abar))
+        abar = ((q - q[-1]) * q[0] / (q[0] - q[-1])) ** 2
+    return torch.from_numpy(np.sqrt(abar)).to(device, dtype)
+
+def wide(x):
+    """x, or a number, as a tensor of at least float32."""
+    x = x if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64)
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+def curve(schedule, t):
+    """alpha, sigma, d alpha/dt, d sigma/dt in t's shape and dtype, float32 at least.
+    Tables: alpha linear between its 1000 values (slope there: to the right), sigma = sqrt(1 - alpha^2)."""
+    t = wide(t)
+    zero, one = torch.zeros_like(t), torch.ones_like(t)
+    if schedule == "edm":
+        return one, t, zero, one
+    if schedule == "rf":
+        return 1 - t, t, -one, one
+    if schedule == "trig":
+        return t.cos(), t.sin(), -t.sin(), t.cos()
+    table, pos = alpha_table(schedule, t.device, t.dtype), (1000 * t).clamp(0, 999)
+    i = pos.detach().long().clamp(max=998)
+    rise = table[i + 1] - table[i]
+    alpha = table[i] + (pos - i) * rise
+    sigma = (1 - alpha ** 2).sqrt()
+    return alpha, sigma, 1000 * rise, -1000 * rise * alpha / sigma
+
+def alpha_sigma(schedule, t):
+    """alpha, sigma of `curve`."""
+    return curve(schedule, t)[:2]
+
+def alpha_sigma_prime(schedule, t):
+    """d alpha/dt, d sigma/dt of `curve`: the exact derivative of alpha_sigma."""
+    return curve(schedule, t)[2:]
+
+def interp(x, xs, ys):
+    """Piecewise linear y(x) through (xs, ys), xs ascending, extended beyond the ends."""
+    i = torch.searchsorted(xs, x.detach().contiguous()).clamp(1, len(xs) - 1)
+    return ys[i - 1] + (x - xs[i - 1]) * ((ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1]))
+
+def t_from_ratio(schedule, sigma_over_alpha):
+    """The t at which sigma/alpha has this value (inf allowed): takes a time from one schedule to another."""
+    ratio = wide(sigma_over_alpha)
+    if schedule in ("edm", "rf", "trig"):
+        return {"edm": ratio, "rf": 1 - 1 / (1 + ratio), "trig": ratio.atan()}[schedule]
+    alphas = alpha_table(schedule, ratio.device, ratio.dtype).flip(0)
+    ts = torch.arange(999, -1, -1, device=ratio.device, dtype=ratio.dtype) / 1000
+    return interp((1 + ratio ** 2).rsqrt(), alphas, ts).clamp(0, 0.999)
+
+def t_like(value, x):
+    """One time for the whole batch x: (B,) float64 (float32 on MPS)."""
+    dtype = torch.float32 if x.device.type == "mps" else torch.float64
+    return torch.full((len(x),), float(value), dtype=dtype, device=x.device)
+
+# ---------------------------------------------------------------- noising and predictions
+def expand(a, x):
+    """Coefficients (B,) or (B, F) shaped to multiply x (B, C, [F,] H, W), in x's dtype, float32 at least."""
+    frames = a.shape[1:]
+    assert len(a) == len(x) and frames in ((), x.shape[2:3]), (a.shape, x.shape)
+    shape = (len(a), 1, *frames, *[1] * (x.dim() - 3)) if frames else (len(a), *[1] * (x.dim() - 1))
+    return a.reshape(shape).to(torch.promote_types(x.dtype, torch.float32))
+
+def add_noise(schedule, x0, eps, t):
+    """x_t = alpha x0 + sigma eps, computed in at least float32, in x0's dtype."""
+    alpha, sigma = alpha_sigma(schedule, t)
+    return (expand(alpha, x0) * x0 + expand(sigma, x0) * eps).to(x0.dtype)
+
+def mix(kind, schedule, t):
+    """p, q, det with kind = p x0 + q eps; det = alpha q - sigma p solves (x_t, kind) for (x0, eps)."""
+    known("prediction", kind, ("x0", "eps", "v", "flow"))
+    alpha, sigma, *prime = curve(schedule, t)
+    zero, one = torch.zeros_like(sigma), torch.ones_like(sigma)
+    p, q = {"x0": (one, zero), "eps": (zero, one), "v": (-sigma, alpha), "flow": prime}[kind]
+    return p, q, alpha * q - sigma * p
+
+def convert(schedule, x_t, pred, t, source, target):
+    """A prediction of type `source` as type `target`, of "x0" "eps" "v" "flow", in at least float32.
+    With p, q, det and P, Q, Det of `mix`, target = ((P q - Q p) x_t + Det source) / det. |det| is kept above
+    1e-6: it is sigma from x0, alpha from eps, alpha^2 + sigma^2 from v, 1 from flow on edm, rf and trig."""
+    if source == target:
+        return wide(pred)
+    (p, q, det), (P, Q, Det) = mix(source, schedule, t), mix(target, schedule, t)
+    det = torch.copysign(det.abs().clamp(min=1e-6), det)
+    return expand((P * q - Q * p) / det, x_t) * x_t + expand(Det / det, x_t) * pred
+
+def guide(cond, uncond, guidance):
+    """Classifier-free guidance: 1 = conditional, 0 = unconditional."""
+    return cond + (guidance - 1) * (cond - uncond)
+
+def predict(net, x_t, t, cond, target="x0", uncond=None, guidance=1.0, **kw):
+    """The net's prediction as `target`, guided; kw goes to the net. One pass at guidance 0 or 1, else two.
+    Where kw makes the net return a dict so does this, with all but "out" from the first, conditional pass.
+    BadInput where guidance needs a negative condition and `uncond` is empty."""
+    twice = guidance not in (0, 1)
+    if guidance != 1 and not uncond:
+        raise BadInput(f"guidance {guidance} needs a negative condition (uncond {uncond}); use --guidance 1")
+    out = net(x_t, t, cond if guidance else uncond, **kw)
+    rest, pred = (out, out["out"]) if isinstance(out, dict) else (None, out)
+    if twice:
+        other = net(x_t, t, uncond, **kw)
+        pred = guide(wide(pred), other if rest is None else other["out"], guidance)
+    pred = convert(net.schedule, x_t, pred, t, net.pred, target)
+    return pred if rest is None else {**rest, "out": pred}
+
+# ---------------------------------------------------------------- times: p(t), step lists
+def karras(n, t_min, t_max, rho=7.0):
+    """EDM's n noise levels, descending from t_max to t_min: float64 (n,). Karras 2022, eq. 5."""
+    u, lo, hi = torch.linspace(0, 1, n, dtype=torch.float64), t_min ** (1 / rho), t_max ** (1 / rho)
+    return ((hi + u * (lo - hi)) ** rho).clamp(t_min, t_max)
+
+@functools.lru_cache(maxsize=16)
+def student_t(df, lo, hi, device, dtype):
+    """cdf, z of Student's t cut to [lo, hi], nodes dense at 0: df 0.01 is a spike on a log-uniform tail."""
+    y = np.linspace(math.asinh(lo / 1e-4), math.asinh(hi / 1e-4), 200_000)
+    z = 1e-4 * np.sinh(y)
+    mass = (1 + z ** 2 / df) ** (-(df + 1) / 2) * np.cosh(y)
+    cdf = np.concatenate([[0.0], np.cumsum(mass[1:] + mass[:-1])])
+    return torch.from_numpy(cdf / cdf[-1]).to(device, dtype), torch.from_numpy(z).to(device, dtype)
+
+def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_min=0.0, t_max=0.0):
+    """The u-quantiles, u in [0, 1), of a distribution of t on [t_min, t_max] (0 = the schedule's own bound).
+    uniform      in t                                                     any schedule
+    lognormal    ln t ~ N(mean, std), truncated                           edm (EDM: -1.2, 1.2)
+    logt         (ln t - mean) / std ~ Student-t(df), truncated           edm (TCM: 0, 0.2, df 0.01)
+    polynomial   points 2 .. 998 of 1000 of `karras`, equally likely      edm (DMD2)
+    logitnormal  t_min + (t_max - t_min) sigmoid(N(mean, std))            all but edm
+    shifted      uniform, then t <- shift t / (1 + (shift - 1) t)         rf"""
+    lo, hi = (given or own for given, own in zip((t_min, t_max), t_range(schedule)))
+    limit = schedules[schedule][2]
+    has = {"edm": ("lognormal", "logt", "polynomial"), "rf": ("logitnormal", "shifted")}
+    known(f"schedule {schedule}: time distribution", dist, ("uniform", *has.get(schedule, ["logitnormal"])))
+    if not 0 <= lo < hi <= limit or std <= 0 or df <= 0 or shift < 1:
+        raise BadInput(f"{dist} t on {schedule} needs 0 <= t_min < t_max <= {limit}, std > 0, df > 0 and "
+                       f"shift >= 1, not t_min {lo}, t_max {hi}, std {std}, df {df}, shift {shift}")
+    a, b = (lo and (math.log(lo) - mean) / std), (math.log(hi) - mean) / std
+    t = lo + (hi - lo) * u
+    if dist == "shifted":
+        t = shift * t / (1 + (shift - 1) * t)
+    elif dist == "logitnormal":
+        t = lo + (hi - lo) * torch.sigmoid(mean + std * torch.special.ndtri(u))
+    elif dist == "polynomial":
+        grid = karras(1000, *t_range(schedule)).flip(0)[2:999]
+        grid = grid[(grid >= lo) & (grid <= hi)].to(u, non_blocking=True)
+        t = grid[(len(grid) * u).long()]
+    elif dist == "lognormal":
+        below, upto = (0.5 * math.erfc(-z / math.sqrt(2)) for z in (a, b))
+        t = torch.exp(mean + std * torch.special.ndtri(below + (upto - below) * u))
+    elif dist == "logt":
+        t = torch.exp(mean + std * interp(u, *student_t(df, a, b, u.device, u.dtype)))
+    return t.clamp(lo, hi)
+
+def sample_t(n, dist, schedule, device, **params):
+    """n draws from the device's default generator, params of t_quantile: (n,) float64 (float32 on MPS)."""
+    if torch.device(device).type == "mps":
+        u = torch.rand(n, device=device).cpu().double()
+        return t_quantile(u, dist, schedule, **params).float().to(device)
+    return t_quantile(torch.rand(n, dtype=torch.float64, device=device), dist, schedule, **params)
+
+def t_list(schedule, steps, given=()):
+    """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0.
+    Default: equal steps from t_max; on edm the points of the 1000-point grid that FastGen takes, but from 80,
+    which one-step students are trained at, not 79.56."""
+    (_, t_max), limit, ts = t_range(schedule), schedules[schedule][2], [float(t) for t in given]
+    if steps < 1:
+        raise BadInput(f"--steps {steps} must be at least 1")
+    if ts:
+        ts = ts[:-1] if ts[-1] == 0 else ts
+        if len(ts) != steps or ts[0] > limit or any(t <= s for t, s in zip(ts, ts[1:] + [0.0])):
+            raise BadInput(f"--t_list {given} must hold --steps {steps} times, descending from at most "
+                           f"{limit} (schedule {schedule}) to above 0; a final 0 may follow")
+    elif schedule == "edm":
+        index = torch.linspace(998, 2, steps + 1, dtype=torch.float64).long()
+        ts = [t_max] + karras(1000, *t_range("edm")).flip(0)[index[1:-1]].tolist()
+    else:
+        ts = [t_max * (steps - k) / steps for k in range(steps)]
+    return ts + [0.0]
+
+# ---------------------------------------------------------------- samplers
+def rollout(x0_of, noise, ts, schedule, kind, n):
+    """(x_t, t (B,)) of a few-step sampler before its call n (from 0), after n calls of x0_of(x_t, t) -> x0.
+    Starts from sigma(ts[0]) noise(0). Before step k x0 is noised to ts[k] by a fresh noise(k) ("sde": exact for
+    consistency functions, any ts) or by the noise of the last step ("ode": DDIM, for denoisers, many steps)."""
+    known("sampler kind", kind, ("sde", "ode"))
+    z = noise(0)
+    t = t_like(ts[0], z)
+    x = add_noise(schedule, torch.zeros_like(z), z, t)
+    for k in range(1, n + 1):
+        x0 = x0_of(x, t)
+        eps = noise(k) if kind == "sde" else convert(schedule, x, x0, t, "x0", "eps")
+        t = t_like(ts[k], z)
+        x = add_noise(schedule, wide(x0), eps, t)
+    return x, t
+
+def few_step(x0_of, noise, ts, schedule, kind="sde"):
+    """x0 of a student's sampler over ts = t_list(...), whose last time is 0: one call after `rollout`."""
+    return x0_of(*rollout(x0_of, noise, ts, schedule, kind, len(ts) - 2))
+
+def heun(net, noise, cond, steps, uncond=None, guidance=1.0):
+    """The teacher's sampler: dx/dt = flow by Heun from sigma noise(0), 2 steps - 1 calls per condition.
+    edm: the deterministic sampler of Karras 2022 (alg. 1) on 80 .. 0.002, 0. Else equal steps from t_max.
+    The last step is the x0 prediction: on edm and rf that is Euler's; tables would end at sigma(0) > 0."""
+    schedule, z = net.schedule, noise(0)
+    ts = karras(steps, *t_range(schedule)).tolist() if schedule == "edm" else t_list(schedule, steps)[:-1]
+    x = add_noise(schedule, torch.zeros_like(z), z, t_like(ts[0], z))
+    for t, t_next in zip(ts, ts[1:]):
+        d = predict(net, x, t_like(t, x), cond, "flow", uncond, guidance)
+        x_euler = x + (t_next - t) * d
+        d_next = predict(net, x_euler, t_like(t_next, x), cond, "flow", uncond, guidance)
+        x = x + (t_next - t) * (d + d_next) / 2
+    return predict(net, x, t_like(ts[-1], x), cond, "x0", uncond, guidance)
+
+# ---------------------------------------------------------------- losses
+def loss_weight(weight, schedule, t, pred, sigma_data=0.5):
+    """The factor, in t's shape, that turns squared errors of `pred` into the loss called `weight`.
+    "unit": 1. "x0" "eps" "v" "flow": as if the error were taken there, det / sigma times the error of x0.
+    On the x0 error, with snr = alpha^2 / sigma^2: "snr" snr; "edm" snr + 1 / sigma_data^2 (1 on EDM's F);
+    "min_snr:5" min(snr, 5); "soft_min_snr" 1 / (1 / snr + sigma_data^2) (k-diffusion)."""
+    alpha, sigma = alpha_sigma(schedule, t)
+    if weight in ("unit", pred):
+        return torch.ones_like(sigma)
+    snr, (name, _, gamma) = (alpha / sigma) ** 2, weight.partition(":")
+    if weight in ("x0", "eps", "v", "flow"):
+        on_x0 = (mix(weight, schedule, t)[2] / sigma) ** 2
+    elif name == "min_snr":
+        on_x0 = snr.clamp(max=number("loss weight min_snr:GAMMA", gamma))
+    else:
+        data = sigma_data ** 2
+        on_x0 = {"snr": snr, "edm": snr + 1 / data, "soft_min_snr": 1 / (1 / snr + data)}
+        known("loss weight", weight, ("unit", *on_x0, "min_snr:5", "x0", "eps", "v", "flow"))
+        on_x0 = on_x0[weight]
+    return on_x0 / (mix(pred, schedule, t)[2] / sigma) ** 2
+
+def denoising_loss(net, x0, t, eps, cond, pred="", weight="", sigma_data=0.0, **kw):
+    """Weighted squared error of the net at x_t, mean over all dims but the batch: (B,) in at least float32.
+    pred: the space of the error, "" = the net's own. weight as in loss_weight; "" = "edm" for x0 errors on
+    edm, else "unit". sigma_data 0 = the net's, or 0.5. kw goes to the net; with logvar=True the loss is
+    w err^2 / exp(u) + u, u the net's log-variance (Karras 2024); with taps=... returns (loss, features)."""
+    pred = pred or net.pred
+    weight = weight or ("edm" if net.schedule == "edm" and pred == "x0" else "unit")
+    out = predict(net, add_noise(net.schedule, x0, eps, t), t, cond, pred, **kw)
+    p, q, _ = mix(pred, net.schedule, t)
+    error = (out["out"] if isinstance(out, dict) else out) - (expand(p, x0) * x0 + expand(q, x0) * eps)
+    w = loss_weight(weight, net.schedule, t, pred, sigma_data or getattr(net, "sigma_data", 0.5))
+    loss = (expand(w, error) * error ** 2).flatten(1).mean(1)  # (B,)
+    if kw.get("logvar"):
+        loss = loss / wide(out["logvar"]).exp() + out["logvar"]
+    return (loss, out["taps"]) if kw.get("taps") else loss
+
+def dmd_loss(x, x0_teacher, x0_fake):
+    """Distribution matching: 0.5 mean((x - sg[x - w (fake - teacher)])^2), w = 1 / mean|x - teacher| per
+    sample. Its gradient is w (fake - teacher) / numel exactly; at least float32. Yin 2024, eq. 7 and 8."""
+    x, x0_teacher, x0_fake = wide(x), wide(x0_teacher).detach(), wide(x0_fake).detach()
+    w = 1 / ((x.detach() - x0_teacher).abs().flatten(1).mean(1) + 1e-6)  # (B,)
+    grad = expand(w, x) * (x0_fake - x0_teacher)
+    return 0.5 * (x - x.detach() + grad).square().mean()  # not x - (x - grad), which rounds grad away
+
+def gan_loss_g(logits, kind="softplus"):
+    """The generator's loss on the logits (high = real) of its samples, non-saturating or hinge."""
+    known("GAN loss", kind, ("softplus", "hinge"))
+    return F.softplus(-wide(logits)).mean() if kind == "softplus" else -wide(logits).mean()
+
+def gan_loss_d(real, fake, kind="softplus"):
+    """The discriminator's loss: mean over real + mean over fake logits; 2 ln 2 if it sees no difference."""
+    known("GAN loss", kind, ("softplus", "hinge"))
+    cost = F.softplus if kind == "softplus" else lambda x: F.relu(1 + x)
+    return cost(-wide(real)).mean() + cost(wide(fake)).mean()
+
+def r1_approx(logits, logits_perturbed):
+    """Mean squared change of the logits as the NOISED real x_t moves by std * noise: std^2 |grad D|^2 (APT).
+    FastGen moves the clean image, which penalises the noise itself."""
+    return (wide(logits) - wide(logits_perturbed)).square().mean()
+
+# ---------------------------------------------------------------- rates as functions of counts
+def lr_factor(schedule, count, warmup, total):
+    """Factor on the learning rate of the update that follows `count` applied ones, of `total`.
+    Linear warm-up (count + 1) / warmup: the first update is not wasted on 0, the warmup-th has the full rate.
+    Times "constant", "cosine[:FLOOR]" (reached by the last update) or "inv_sqrt:N" (sqrt(N / count))."""
+    name, _, value = schedule.partition(":")
+    known("lr_schedule", schedule if name == "constant" else name, ("constant", "cosine", "inv_sqrt"))
+    decay = 1.0
+    if name == "cosine":
+        floor, last = number("lr_schedule cosine:FLOOR", value or "0"), total - 1
+        done = (count - warmup) / (last - warmup) if last > warmup else float(count >= last)
+        decay = floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2
+    elif name == "inv_sqrt":
+        decay = max(count / number("lr_schedule inv_sqrt:N", value), 1.0) ** -0.5
+    return decay * min(1.0, (count + 1) / max(warmup, 1))
+
+def parse_ema(entry):
+    """"ema" | "ema:0.999" | "ema:power=0.05" | "ema:half_kimg=500" -> (name, "rate" or the word, value)."""
+    name, _, rate = entry.partition(":")
+    kind, _, value = rate.rpartition("=")
+    kind, value = kind or "rate", number(f"ema entry {entry}", value or "0.9999")
+    fits = {"rate": 0 <= value < 1, "power": 0 < value < 0.2886, "half_kimg": value > 0}.get(kind)
+    if not (fits and name.startswith("ema") and name.isidentifier()):
+        raise BadInput(f"ema entry {entry!r} is not NAME[:RATE], NAME:power=WIDTH or NAME:half_kimg=N with "
+                       "NAME beginning with ema, 0 <= RATE < 1, 0 < WIDTH < 0.2886, N > 0")
+    return name, kind, value
+
+def ema_beta(entry, n, batch_size):
+    """beta of ema <- beta ema + (1 - beta) student after the n-th (1-based) student update.
+    power: (1 - 1/n)^(gamma + 1), gamma by the profile's relative width (Karras 2024, alg. 2; 0.05: 16.97).
+    half_kimg: 0.5^(batch_size / h), half-life h ramped up to 5 % of the images seen (EDM)."""
+    _, kind, value = parse_ema(entry)
+    if kind == "power":
+        gamma = np.roots([1, 7, 16 - value ** -2, 12 - value ** -2]).real.max()
+        return float((1 - 1 / n) ** (gamma + 1))
+    if kind == "half_kimg":
+        return 0.5 ** (batch_size / min(1000 * value, 0.05 * n * batch_size))
+    return value
+
+# ---------------------------------------------------------------- ranks and randomness
+def all_mean(x):
+    """Mean of tensor x over the ranks, detached; x itself in a single process. Every rank must call it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return x
+    x = x.detach().clone()
+    torch.distributed.all_reduce(x)
+    return x / torch.distributed.get_world_size()
+
+def from_rank0(value, group):
+    """Rank 0's value (any small object) on every rank of `group`, a gloo group or None for one process."""
+    box = [value]
+    if group is not None:
+        torch.distributed.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+def hash_seed(*keys):
+    """A 63-bit seed from ints and strings, unrelated for different keys (seed + it + rank would collide)."""
+    words = [len(keys)]  # SeedSequence drops trailing zeros: length and fixed width tell (5,) from (5, 0)
+    for key in keys:
+        k = zlib.crc32(key.encode()) if isinstance(key, str) else int(key) % 2 ** 64
+        words += [k % 2 ** 32, k >> 32, isinstance(key, str)]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
+
+def seed_default(seed):
+    """Seeds the default generators: torch's on the CPU and the current device, numpy's, random's.
+    Called before every micro-step: 30 us, torch.manual_seed takes a millisecond."""
+    random.seed(seed)
+    np.random.seed(seed % 2 ** 32)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    elif torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+
+def shared_generator(seed, it):
+    """CPU generator for decisions equal on all ranks (an exit step): a function of (seed, it) alone."""
+    return torch.Generator().manual_seed(hash_seed("shared", seed, it))
+
+def noise_fn(seed, ids, shape, device):
+    """noise(k) -> (B, *shape) float32, each sample a function of (seed, id, k) alone, drawn on the CPU."""
+    def noise(k):
+        gens = (torch.Generator().manual_seed(hash_seed(seed, int(i), k)) for i in ids)
+        draws = [torch.randn(shape, generator=g) for g in gens]
+        return (torch.stack(draws) if draws else torch.empty(0, *shape)).to(device)
+    return functools.cache(noise)
+
+def train_noise(shape, device):
+    """noise(k) -> shape = (B, C, [F,] H, W) float32 from the device's default generator, one tensor per k."""
+    return functools.cache(lambda k: torch.randn(shape, device=device))
+
+# ---------------------------------------------------------------- conditions, nets, optimizers
+def drop_condition(cond, uncond, p, keep=()):
+    """Per sample, with probability p, uncond's entries: one mask for all keys but those in `keep`."""
+    if p == 0 or not cond:
+        return cond
+    first = next(iter(cond.values()))
+    mask = torch.rand(len(first), device=first.device) < p  # float32: a bfloat16 p is a multiple of 1/256
+    drop = {k: torch.where(mask.reshape(-1, *[1] * (v.dim() - 1)), uncond[k], v) for k, v in cond.items()
+            if k not in keep}
+    return {**cond, **drop}
+
+def make_net(spec, **options):
+    """"edm:cifar10,label_dim=20" -> make("cifar10", label_dim=20) of nets/edm.py; the spec's options win."""
+    head, *rest = spec.split(",")
+    family, _, size = head.partition(":")
+    files = {p.stem: p for p in sorted((Path(__file__).resolve().parent / "nets").glob("*.py"))}
+    known(f"net {spec}: family", family, [f for f, p in files.items() if "\ndef make(" in p.read_text()])
+    module = sys.modules.get(f"nets.{family}")
+    if module is None:  # by file, as a copied method may run in any folder
+        found = importlib.util.spec_from_file_location(f"nets.{family}", files[family])
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        sys.modules[f"nets.{family}"] = module
+    known(f"net {spec}: size", size, module.sizes)
+    for key, given, value in (item.partition("=") for item in rest):
+        if not given:
+            raise BadInput(f"net {spec}: {key!r} is not of the form option=value")
+        try:
+            options[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+        except (ValueError, SyntaxError):
+            options[key] = value
+    try:
+        return module.make(size, **options)
+    except TypeError as error:  # "Toy.__init__() got an unexpected keyword argument 'dropuot'"
+        found = re.match(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w*)'", str(error))
+        if found and found[2] in options:
+            takes = inspect.signature(getattr(module, found[1])).parameters
+            known(f"net {spec}: option", found[2], [name for name in takes if name != "size"])
+        raise
+
+def optimizer(groups, name="adamw", lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+    """torch's "adamw", "adam" or "radam" over parameters or groups of them."""
+    kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, radam=torch.optim.RAdam)
+    known("optimizer", name, kinds)
+    how = "foreach" if name == "radam" else "fused"  # fused: 7x faster, 200 small tensors on a CPU
+    return kinds[name](groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, **{how: True})

@@ -1,0 +1,196 @@
+"""What a run says: means over a window, metrics.jsonl, the log line, the bar, wandb, the plan of --dry_run."""
+import contextlib
+import json
+import netrc
+import os
+import resource
+import sys
+
+import torch
+import torch.distributed as dist
+
+import ckpt
+import common
+
+
+class Meter:
+    """Means of scalars over a window and over the ranks; tensors stay on their device until flush()."""
+
+    def __init__(self, distributed):
+        self.distributed, self.sums, self.totals = distributed, {}, set()
+
+    def add(self, key, value, total=False):
+        value = torch.as_tensor(value).detach().float().reshape(())
+        s, n = self.sums.get(key, (0.0, 0))
+        self.sums[key] = (s + value, n + 1)
+        if total:
+            self.totals.add(key)
+
+    def flush(self):
+        """{key: mean}; the keys of the student's turns (from `loss` on) come first, whoever's turn it was first."""
+        keys = list(self.sums)
+        if not keys:
+            return {}
+        device = next((s.device for s, _ in self.sums.values() if s.device.type != "cpu"), torch.device("cpu"))
+        values = torch.stack([s.to(device) / (1 if k in self.totals else n) for k, (s, n) in self.sums.items()])
+        if self.distributed:
+            values = common.all_mean(values)
+        self.sums = {}
+        means = dict(zip(keys, values.tolist()))
+        i = keys.index("loss") if "loss" in keys else 0
+        j = next((k for k in range(i + 1, len(keys)) if keys[k].startswith("loss_")), len(keys))
+        return {k: means[k] for k in keys[i:j] + keys[:i] + keys[j:]}
+
+    def text(self):
+        return " ".join(f"{k} {(s / n).item():.4g}" for k, (s, n) in self.sums.items() if k != "data_ms")
+
+
+class Recorder:
+    """metrics.jsonl (and wandb): one line per call, written by rank 0."""
+
+    def __init__(self, folder, wandb, rank, gloo):
+        self.file, self.wandb, self.rank, self.gloo = folder / "metrics.jsonl", wandb, rank, gloo
+
+    def __call__(self, it, values):
+        if self.rank == 0:
+            with open(self.file, "a") as f:
+                f.write(json.dumps(dict(it=it) | values) + "\n")
+            if self.wandb:
+                self.wandb.log(values, step=it)
+
+    def has(self, it, prefix):
+        """True on every rank if a line of `it` has a key with that prefix."""
+        there = False
+        if self.rank == 0:
+            entries = map(json.loads, self.file.read_text().splitlines())
+            there = any(e["it"] == it and any(k.startswith(prefix) for k in e) for e in entries)
+        return common.from_rank0(there, self.gloo)
+
+
+class Printer:
+    """Lines on stdout, a bar on a terminal. Survives a closed pipe: the run matters more than its output."""
+
+    def __init__(self, level, rank, total):
+        self.level, self.rank, self.total, self.bar = level, rank, total, None
+
+    def __call__(self, text, level="info"):
+        if (self.rank and self.level != "debug") or (level == "info" and self.level == "warning"):
+            return
+        with contextlib.suppress(OSError, ValueError):
+            text = f"[rank {self.rank}] {text}" if self.level == "debug" else text
+            if self.bar:
+                self.bar.write(text)
+            else:
+                print(text, flush=True)
+
+    def progress(self, done):
+        if self.rank == 0 and sys.stderr.isatty() and self.level != "warning":
+            with contextlib.suppress(OSError, ValueError):
+                if self.bar is None and done is not None:
+                    from tqdm import tqdm
+                    self.bar = tqdm(total=self.total, initial=done, dynamic_ncols=True, unit="it")
+                elif done is None and self.bar:
+                    self.bar = self.bar.close()
+                elif self.bar:
+                    self.bar.update(done - self.bar.n)
+
+
+def log_line(done, total, values):
+    """it 001200/010000 | loss 0.43 dm 0.43 | dsm 0.08 | norm 0.83 | lr 1.0e-05 | 412 ms/it | ... | eta 1h02m"""
+    meta = ("ms_per_it", "img_per_s", "mem_gb", "eta_s", "data_ms")
+    width = max(6, len(str(total)))
+    groups = [[k for k in values if k not in meta and not k.startswith(("norm", "lr", "skipped", "scale"))],
+              [k for k in values if k.startswith(("norm", "skipped", "scale"))], [k for k in values if k.startswith("lr")]]
+    parts = [" ".join(f"{k} {values[k]:.1e}" if k.startswith("lr") else f"{k} {values[k]:.4g}" for k in group)
+             for group in groups if group]
+    m, s = divmod(int(values["eta_s"]), 60)
+    eta = f"{m // 60}h{m % 60:02d}m" if m >= 60 else f"{m}m{s:02d}s"
+    return " | ".join([f"it {done:0{width}d}/{total:0{width}d}", *parts, f"{values['ms_per_it']:.0f} ms/it",
+                       f"data {values.get('data_ms', 0):.1f} ms", f"{values['img_per_s']:.0f} img/s",
+                       f"{values['mem_gb']:.1f} GB", f"eta {eta}"])
+
+
+def memory_gb(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2 ** 30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2 ** 30 if sys.platform == "darwin" else 2 ** 20)
+
+
+def save_grid(images, file, columns, pad=1):
+    """uint8 images (N, C, H, W) as one PNG, row by row; small ones enlarged so that a pixel can be seen."""
+    from PIL import Image
+    n, c, h, w = images.shape
+    rows, zoom = -(-n // columns), max(1, 64 // h)
+    sheet = torch.full((c, rows * (h + pad) + pad, columns * (w + pad) + pad), 255, dtype=torch.uint8)
+    for i, image in enumerate(images.cpu()):
+        y, x = pad + i // columns * (h + pad), pad + i % columns * (w + pad)
+        sheet[:, y:y + h, x:x + w] = image
+    picture = Image.fromarray(sheet.permute(1, 2, 0).squeeze(-1).numpy())
+    picture = picture.resize((picture.width * zoom, picture.height * zoom), Image.NEAREST)
+    ckpt.write(file, lambda f: picture.save(f, format="PNG"))
+
+
+def config_lines(cfg, changed):
+    return [f"{'*' if k in changed else ' '} {k} = {v!r}" + (f"   (default {changed[k]!r})" if k in changed else "")
+            for k, v in cfg.items()]
+
+
+def net_lines(nets, trainable):
+    lines = []
+    for name, net in nets.items():
+        total = sum(p.numel() for p in net.parameters())
+        train = sum(p.numel() for k, p in net.named_parameters() if k in set(trainable[name]))
+        lines.append(f"  {name}: {total:,} parameters, {train:,} trainable")
+    return lines
+
+
+def describe(cfg, nets, trainable, opts, names, world, device, start, changed):
+    owns = {phase: sorted({names[p].split(".")[0] for g in opt.param_groups for p in g["params"]})
+            for phase, opt in opts.items()}
+    return "\n".join([
+        "config (* = set by preset or command line)", *config_lines(cfg, dict(changed)), "nets", *net_lines(nets, trainable),
+        *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}" for phase, own in owns.items()),
+        f"batch {cfg['batch_size']} = {cfg['batch_size'] // (world * cfg['accum'])} per rank x accum {cfg['accum']} x "
+        f"{world} ranks | {device}{f', {dist.get_backend()}' if world > 1 else ''}, {torch.get_num_threads()} threads | "
+        f"{cfg['amp'] or 'fp32'}", f"{'starting' if start == 0 else 'continuing'} at iteration {start}"])
+
+
+def show_plan(method, cfg, changed, nets, trainable, world, folder):
+    """What --dry_run prints: config, parameters, batch arithmetic, memory of weights, gradients and moments."""
+    total = sum(p.numel() for net in nets.values() for p in net.parameters())
+    train = sum(p.numel() for net in nets.values() for p in net.parameters() if p.requires_grad)
+    student = sum(p.numel() for p in nets["student"].parameters())
+    gb = 4 * (total + 3 * train + student * len(cfg["ema"])) / 2 ** 30
+    print("\n".join([
+        "config (* = set by preset or command line)", *config_lines(cfg, dict(changed)), "nets", *net_lines(nets, trainable),
+        f"batch {cfg['batch_size']} = {cfg['batch_size'] // (world * cfg['accum'])} per rank x accum {cfg['accum']} x "
+        f"{world} ranks; {cfg['max_iter']} iterations = {cfg['max_iter'] * cfg['batch_size']:,} samples",
+        f"memory per rank in float32: {gb:.2f} GB for weights, gradients, two moments and {len(cfg['ema'])} EMA; "
+        f"activations come on top", f"output {folder}"]))
+
+
+def start_wandb(cfg, folder, say):
+    """A wandb run that continues under its old id, or None with one line why. Never prompts."""
+    mode = cfg["wandb"] or os.environ.get("WANDB_MODE", "")
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+        has_key = has_key or netrc.netrc().authenticators(host) is not None
+    mode = mode or ("online" if has_key else "disabled")
+    if mode == "disabled" or (mode == "online" and not has_key):
+        say("wandb disabled" + ("" if cfg["wandb"] == "disabled" else
+                                ": no key (WANDB_API_KEY or ~/.netrc); metrics are in metrics.jsonl"))
+        return None
+    try:
+        import wandb
+        id_file = folder / "wandb_id.txt"
+        run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
+        wandb.init(project=cfg["project"], group=cfg["group"], name=cfg["name"], id=run_id, resume="allow", mode=mode,
+                   dir=str(folder), config=cfg, settings=wandb.Settings(silent=True, init_timeout=30))
+        id_file.write_text(run_id + "\n")
+        return wandb
+    except Exception as e:                              # missing package, no network: training goes on without
+        say(f"wandb disabled: {str(e).splitlines()[0] if str(e) else type(e).__name__} (pip install wandb, or "
+            f"--wandb offline)", "warning")
+        return None

@@ -1,0 +1,330 @@
+"""EDM networks: DDPM++ / NCSN++ (SongUNet) and ADM (DhariwalUNet) with EDM preconditioning.
+
+Karras et al. 2022 (arXiv 2206.00364), table 1:  D(x_t, t) = c_skip x_t + c_out F(c_in x_t, ln(t) / 4),
+x_t = x0 + t eps. State-dict keys are those of NVIDIA's public pickles (tools/convert_edm.py), which load as
+they are. Additions: a second time r (its embedding beside that of t, FastGen's layout), a log-variance head,
+encoder features for a discriminator (tap k = output of the last encoder block of level k).
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import nn
+
+from common import BadInput
+
+sizes = dict(
+    cifar10=dict(x_shape=(3, 32, 32), label_dim=10, augment_dim=9, width=128, mult=(2, 2, 2), blocks=4,
+                 attn=(16,)),
+    imagenet64=dict(x_shape=(3, 64, 64), label_dim=1000, adm=True, width=192, mult=(1, 2, 3, 4), blocks=3,
+                    attn=(32, 16, 8)),
+    # channels in multiples of 16: on an AVX-512 CPU faster than fewer parameters with 24 and 48 (measured)
+    digits=dict(x_shape=(1, 8, 8), sigma_data=0.75, label_dim=10, width=16, mult=(2, 3), blocks=1, attn=(4,)),
+)
+
+
+def make(size, label_dim=None, augment_dim=None, r=False, logvar=False, dropout=0.0):
+    """Net of a named size; label_dim None keeps the size's own (0: unconditional), augment_dim likewise."""
+    given = {k: v for k, v in dict(label_dim=label_dim, augment_dim=augment_dim).items() if v is not None}
+    return EDM(**sizes[size] | given, r=r, logvar=logvar, dropout=dropout)
+
+
+# How weights start: (distribution, factor on weights, factor on biases), as published with Karras 2022.
+SONG, SONG_ATTN, SONG_ZERO = ("xavier", 1, 0), ("xavier", math.sqrt(0.2), 0), ("xavier", 1e-5, 0)
+ADM, ADM_ZERO = ("kaiming", math.sqrt(1 / 3), math.sqrt(1 / 3)), ("kaiming", 0, 0)
+
+
+@torch.no_grad()
+def draw(weight, bias, init):
+    """Fill weight (out, in, ...) and bias (or None) from the default generator."""
+    kind, weight_scale, bias_scale = init
+    fan_in, fan_out = weight[0].numel(), weight[:, 0].numel()
+    bound = math.sqrt(6 / (fan_in + fan_out)) if kind == "xavier" else math.sqrt(3 / fan_in)
+    if kind == "normal":
+        weight.normal_(0, weight_scale / math.sqrt(fan_in))
+    else:
+        weight.uniform_(-bound * weight_scale, bound * weight_scale)
+    if bias is not None:
+        bias.uniform_(-bound * bias_scale, bound * bias_scale)
+
+
+class Linear(nn.Module):
+    def __init__(self, cin, cout, init, bias=True):
+        super().__init__()
+        self.init, self.weight = init, nn.Parameter(torch.empty(cout, cin))
+        self.bias = nn.Parameter(torch.empty(cout)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        draw(self.weight, self.bias, self.init)
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+class Conv(nn.Module):
+    """k x k convolution (k = 0: none) after 2x up- or down-sampling with a separable filter.
+
+    fused (down only, NCSN++'s skip path): the convolution comes first, padded for both.
+    """
+
+    def __init__(self, cin, cout, k, init, up=False, down=False, resample=(1, 1), fused=False):
+        super().__init__()
+        self.k, self.init, self.up, self.taps, self.fused = k, init, up, resample, fused
+        self.weight = nn.Parameter(torch.empty(cout, cin, k, k)) if k else None
+        self.bias = nn.Parameter(torch.empty(cout)) if k else None
+        if up or down:
+            self.register_buffer("resample_filter", torch.empty(1, 1, len(resample), len(resample)))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        if self.k:
+            draw(self.weight, self.bias, self.init)
+        if hasattr(self, "resample_filter"):
+            v = torch.tensor(self.taps, dtype=torch.float32, device="cpu")
+            self.resample_filter.copy_(torch.outer(v, v) / v.sum() ** 2)
+
+    def resample(self, x, pad):
+        f = self.resample_filter.to(x.dtype).expand(x.shape[1], -1, -1, -1)
+        conv, f = (F.conv_transpose2d, 4 * f) if self.up else (F.conv2d, f)
+        return conv(x, f, stride=2, padding=pad, groups=x.shape[1])
+
+    def forward(self, x):
+        pad = (len(self.taps) - 1) // 2
+        if self.fused:
+            return self.resample(F.conv2d(x, self.weight, self.bias, padding=self.k // 2 + pad), 0)
+        if hasattr(self, "resample_filter"):
+            x = self.resample(x, pad)
+        return F.conv2d(x, self.weight, self.bias, padding=self.k // 2) if self.k else x
+
+
+class GroupNorm(nn.GroupNorm):
+    def __init__(self, channels, eps):
+        super().__init__(min(32, channels // 4), channels, eps)
+
+    def forward(self, x):
+        return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class Block(nn.Module):
+    """Residual block (B, cin, H, W) -> (B, cout, H', W') with the embedding (B, emb) and optional attention.
+
+    song: the embedding is added, attention has one head, sums are scaled by sqrt(1/2);
+    adm: the embedding scales and shifts, attention has cout // 64 heads (none below 64 channels).
+    """
+
+    def __init__(self, cin, cout, emb, adm, dropout, attn=False, up=False, down=False, resample=(1, 1)):
+        super().__init__()
+        init, zero, eps = (ADM, ADM_ZERO, 1e-5) if adm else (SONG, SONG_ZERO, 1e-6)
+        self.adm, self.dropout, self.scale = adm, dropout, 1 if adm else math.sqrt(0.5)
+        self.heads, way = (cout // 64 if adm else 1) if attn else 0, dict(up=up, down=down, resample=resample)
+        self.norm0 = GroupNorm(cin, eps)
+        self.conv0 = Conv(cin, cout, 3, init, **way)
+        self.affine = Linear(emb, cout * (2 if adm else 1), init)
+        self.norm1 = GroupNorm(cout, eps)
+        self.conv1 = Conv(cout, cout, 3, zero)
+        kernel = 0 if adm and cin == cout else 1
+        self.skip = Conv(cin, cout, kernel, init, **way) if cin != cout or up or down else None
+        if self.heads:
+            self.norm2 = GroupNorm(cout, eps)
+            self.qkv = Conv(cout, 3 * cout, 1, init if adm else SONG_ATTN)
+            self.proj = Conv(cout, cout, 1, zero)
+
+    def forward(self, x, emb):
+        h = self.conv0(F.silu(self.norm0(x)))
+        a = self.affine(emb)[:, :, None, None].to(h.dtype)
+        if self.adm:
+            scale, shift = a.chunk(2, dim=1)
+            h = F.silu(self.norm1(h) * (scale + 1) + shift)
+        else:
+            h = F.silu(self.norm1(h + a))
+        h = self.conv1(F.dropout(h, self.dropout, self.training))
+        x = (h + (x if self.skip is None else self.skip(x))) * self.scale
+        return (x + self.proj(self.attend(self.qkv(self.norm2(x))))) * self.scale if self.heads else x
+
+    def attend(self, qkv):
+        """Explicit float32 softmax (fused kernels have no JVP); channels are (head, channel, q/k/v)."""
+        q, k, v = rearrange(qkv, "b (n c three) h w -> three b n c (h w)", three=3, n=self.heads)
+        wide = torch.promote_types(torch.float32, q.dtype)
+        w = torch.einsum("bncq,bnck->bnqk", q.to(wide), k.to(wide) / math.sqrt(q.shape[2])).softmax(-1)
+        x = torch.einsum("bnqk,bnck->bncq", w.to(v.dtype), v)
+        return rearrange(x, "b n c (h w) -> b (n c) h w", h=qkv.shape[2])
+
+
+class TimeEmbedding(nn.Module):
+    """x (B,) -> [cos, sin](f x): (B, n), f falling from 1 to 1e-4 (reached with endpoint), or random."""
+
+    def __init__(self, n, endpoint, fourier):
+        super().__init__()
+        self.n, self.endpoint = n // 2, endpoint
+        if fourier:
+            self.register_buffer("freqs", torch.empty(n // 2))
+            self.reset_parameters()
+
+    def reset_parameters(self):
+        self.freqs.normal_(0, 16)
+
+    def forward(self, x):
+        if hasattr(self, "freqs"):
+            x = x[:, None] * (2 * math.pi * self.freqs.to(x.dtype))
+        else:
+            j = torch.arange(self.n, dtype=x.dtype, device=x.device)
+            x = x[:, None] * 1e4 ** (-j / (self.n - self.endpoint))
+        return torch.cat([x.cos(), x.sin()], dim=1)
+
+
+class UNet(nn.Module):
+    """F of the preconditioning: SongUNet, or DhariwalUNet with adm. Embedding, encoder, decoder.
+
+    width: channels at mult 1; mult: one per level; blocks: per level of the encoder, one more in the decoder;
+    attn: resolutions with attention; emb_mult: the embedding's width over `width`. NCSN++ is fourier,
+    residual, noise_mult=2, resample=(1, 3, 3, 1).
+    """
+
+    def __init__(self, x_shape, label_dim, augment_dim, r, logvar, width, mult, blocks, attn, adm=False,
+                 emb_mult=4, noise_mult=1, fourier=False, residual=False, resample=(1, 1), dropout=0.0):
+        super().__init__()
+        (channels, size, _), init, emb = x_shape, ADM if adm else SONG, width * emb_mult
+        self.adm, self.label_dim, self.noise = adm, label_dim, width * noise_mult
+        total = self.noise * (2 if r else 1)
+        self.map_noise = TimeEmbedding(self.noise, not adm, fourier)
+        if label_dim and adm:
+            self.map_label = Linear(label_dim, emb, ("normal", math.sqrt(label_dim), 0), bias=False)
+        elif label_dim:
+            self.map_label = Linear(label_dim, total, init)
+        if augment_dim:
+            self.map_augment = Linear(augment_dim, total, ADM_ZERO if adm else init, bias=False)
+        self.map_layer0 = Linear(total, emb, init)
+        self.map_layer1 = Linear(emb, emb, init)
+        if logvar:
+            self.logvar_linear = Linear(self.noise, 1, ("xavier", 0, 0))     # starts as the plain loss, u = 0
+
+        kw, down = dict(emb=emb, adm=adm, dropout=dropout), dict(down=True, resample=resample)
+        self.enc, self.dec, self.tap_shapes, self.tap_of = nn.ModuleDict(), nn.ModuleDict(), [], {}
+        c, aux, skips = (width * mult[0] if adm else width), channels, []
+        for level, m in enumerate(mult):
+            res = size >> level
+            if level == 0:
+                self.enc[f"{res}x{res}_conv"] = Conv(channels, c, 3, init)
+            else:
+                self.enc[f"{res}x{res}_down"] = Block(c, c, **down, **kw)
+                if residual:
+                    self.enc[f"{res}x{res}_aux_residual"] = Conv(aux, c, 3, init, fused=True, **down)
+                    aux = c
+            skips.append(c)
+            for i in range(blocks):
+                self.enc[f"{res}x{res}_block{i}"] = Block(c, width * m, attn=res in attn, **kw)
+                c = width * m
+                skips.append(c)
+            self.tap_shapes.append((c, res, res))
+            self.tap_of[f"{res}x{res}_block{blocks - 1}"] = level
+        for level, m in reversed(list(enumerate(mult))):
+            res = size >> level
+            if level == len(mult) - 1:
+                self.dec[f"{res}x{res}_in0"] = Block(c, c, attn=True, **kw)
+                self.dec[f"{res}x{res}_in1"] = Block(c, c, **kw)
+            else:
+                self.dec[f"{res}x{res}_up"] = Block(c, c, up=True, resample=resample, **kw)
+            for i in range(blocks + 1):
+                here = res in attn and (adm or i == blocks)
+                self.dec[f"{res}x{res}_block{i}"] = Block(c + skips.pop(), width * m, attn=here, **kw)
+                c = width * m
+        if adm:
+            self.out_norm, self.out_conv = GroupNorm(c, 1e-5), Conv(c, channels, 3, ADM_ZERO)
+        else:
+            self.dec[f"{size}x{size}_aux_norm"] = GroupNorm(c, 1e-6)
+            self.dec[f"{size}x{size}_aux_conv"] = Conv(c, channels, 3, SONG_ZERO)
+
+    def embed(self, times, label, augment, dtype):
+        """Embeddings of t (and r), one-hot label (B, label_dim), augment (B, augment_dim) -> (B, emb)."""
+        e = torch.cat([e if self.adm else e.roll(self.noise // 2, 1) for e in times], dim=1).to(dtype)
+        if augment is not None and hasattr(self, "map_augment"):    # song above: halves swapped to [sin, cos]
+            e = e + self.map_augment(augment.to(dtype))
+        if self.label_dim and not self.adm:
+            e = e + self.map_label(label * math.sqrt(self.label_dim))
+        e = self.map_layer1(F.silu(self.map_layer0(e)))
+        return F.silu(e + self.map_label(label) if self.label_dim and self.adm else e)
+
+    def forward(self, x, c_noise, label, augment, taps, stop, logvar):
+        """x in the weights' type -> F (B, C, H, W) or None if stopped, features, log-variance or None."""
+        times = [self.map_noise(c) for c in c_noise]         # of t, and of r where the net takes it
+        u = self.logvar_linear(times[0].to(x.dtype))[:, 0].to(times[0].dtype) if logvar else None
+        emb, features, skips, aux = self.embed(times, label, augment, x.dtype), [], [], x
+        for key, block in self.enc.items():
+            if key.endswith("aux_residual"):
+                x = skips[-1] = aux = (x + block(aux)) * math.sqrt(0.5)
+                continue
+            x = block(x, emb) if isinstance(block, Block) else block(x)
+            skips.append(x)
+            if self.tap_of.get(key) in taps:
+                features.append(x)
+                if stop and len(features) == len(taps):
+                    return None, features, u
+        for key, block in self.dec.items():
+            if "_block" in key:
+                x = torch.cat([x, skips.pop()], dim=1)
+            if isinstance(block, Block):
+                x = block(x, emb)
+        norm, conv = (self.out_norm, self.out_conv) if self.adm else list(self.dec.values())[-2:]
+        return conv(F.silu(norm(x))), features, u
+
+
+class EDM(nn.Module):
+    """x0 prediction of x_t = x0 + t eps. r: takes a second time; logvar: has the log-variance head."""
+    schedule, pred = "edm", "x0"
+
+    def __init__(self, x_shape, label_dim=0, augment_dim=0, sigma_data=0.5, r=False, logvar=False, **unet):
+        super().__init__()
+        self.x_shape, self.sigma_data, self.label_dim, self.r = x_shape, sigma_data, label_dim, r
+        self.model = UNet(x_shape, label_dim, augment_dim, r=r, logvar=logvar, **unet)
+        self.n_taps = len(self.model.tap_shapes)
+        self.blocks = [name for name, m in self.named_modules() if isinstance(m, Block)]
+        self.optional = ("model.logvar_linear.",)
+
+    def tap_shapes(self, taps):
+        """Shapes (C, H, W) of the features that a call with these taps returns, in ascending tap order."""
+        if bad := [k for k in taps if k not in range(self.n_taps)]:
+            raise BadInput(f"tap {bad[0]} does not exist in this net; its taps are 0 to {self.n_taps - 1}")
+        return [self.model.tap_shapes[k] for k in sorted(set(taps))]
+
+    def adapt(self, key, tensor):
+        """A source's tensor in this net's shape: zero weights for r, None for a part built off here."""
+        part, model = key.removeprefix("model.").split(".")[0], self.model
+        if part in ("map_augment", "logvar_linear") and not hasattr(model, part):
+            return None
+        dim = dict(map_layer0=1, map_augment=0, map_label=None if model.adm else 0).get(part)
+        if not self.r or dim is None or tensor.ndim <= dim or tensor.shape[dim] != model.noise:
+            return tensor
+        return torch.cat([tensor, torch.zeros_like(tensor)], dim=dim)
+
+    def forward(self, x_t, t, cond={}, r=None, taps=(), stop=False, logvar=False, skip=(), start=0,
+                cache=None, write=False):
+        """x_t (B, C, H, W), t and r (B,) -> x0 in at least float32, or a dict of out, taps, logvar (B,).
+
+        cond: label (B,) int64, -1 = none (range checked on the CPU only); augment (B, augment_dim).
+        """
+        if skip or start or cache is not None or write:
+            raise BadInput("edm nets have no skip, start, cache or write; leave them out")
+        if (r is not None) != self.r:
+            raise BadInput("this net was built with r=True and needs r in every call" if self.r else
+                           "r was given to a net built without it; build the net with r=True")
+        if logvar and not hasattr(self.model, "logvar_linear"):
+            raise BadInput("logvar was asked of a net built without the head; build the net with logvar=True")
+        self.tap_shapes(taps)
+        dtype, s = self.model.map_layer0.weight.dtype, self.sigma_data
+        label = cond.get("label", torch.full_like(t, -1))
+        wide, wide_t = (torch.promote_types(torch.float32, d) for d in (x_t.dtype, dtype))
+        if self.label_dim and label.device.type == "cpu" and (label >= self.label_dim).any():
+            raise BadInput(f"label {int(label.max())} is not below the net's label_dim {self.label_dim}")
+        label = (label[:, None] == torch.arange(self.label_dim, device=t.device)).to(dtype)  # -1: a zero row
+        # the coefficients are computed in t's precision and applied in at least float32: (B, 1, 1, 1)
+        var = t ** 2 + s ** 2
+        c_in, c_skip, c_out = (c.to(wide)[:, None, None, None]
+                               for c in (var.rsqrt(), s ** 2 / var, t * s * var.rsqrt()))
+        c_noise = [(c.clamp(min=1e-6).log() / 4).to(wide_t) for c in (t, r) if c is not None]
+        x_t, augment, taps = x_t.to(wide), cond.get("augment"), set(taps)
+        f, features, u = self.model((c_in * x_t).to(dtype), c_noise, label, augment, taps, stop, logvar)
+        out = {} if f is None else dict(out=c_skip * x_t + c_out * f.to(wide))
+        out |= (dict(taps=features) if taps else {}) | (dict(logvar=u) if logvar else {})
+        return out if taps or logvar else out["out"]

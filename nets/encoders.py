@@ -1,0 +1,38 @@
+"""Between what the loader gives and the space a net works in. Pixel space only."""
+import torch
+
+import augment
+from common import BadInput
+
+
+def encode(raw, cfg, device):
+    """Raw batch -> dict(x0 (B, C, H, W) float32 in [-1, 1], cond, uncond, id), on `device`.
+
+    uint8 v -> v / 127.5 - 1 (as EDM). label is int64, -1 = none: everywhere if cfg["classes"] is 0, and in
+    uncond. Where the loader drew augmentations they are applied here (x0 may then leave [-1, 1]) and both
+    conditions carry their labels, augment (B, augment.dim(cfg)).
+    """
+    x0 = raw["image"].to(device)
+    x0 = x0.float() / 127.5 - 1 if x0.dtype == torch.uint8 else x0.float()
+    cond, uncond = conditions(raw["label"], cfg, device)
+    if "augment" in raw:
+        x0, labels = augment.apply(x0, raw["augment"], augment.chosen(cfg))
+        cond["augment"] = uncond["augment"] = labels
+    return dict(x0=x0, cond=cond, uncond=uncond, id=raw["id"].to(device))
+
+
+def decode(x0, cfg):
+    """x0 (B, C, H, W) -> uint8, clipped; the inverse of encode for every uint8 value."""
+    return (x0.float() * 127.5 + 128).clip(0, 255).to(torch.uint8)
+
+
+def conditions(labels, cfg, device):
+    """Labels (B,) (tensor or list of int, -1 = none) -> (cond, uncond), each dict(label int64 (B,))."""
+    labels, classes = torch.as_tensor(labels, dtype=torch.int64), cfg.get("classes", -1)
+    if classes == 0:
+        labels = torch.full_like(labels, -1)
+    elif classes > 0 and len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise BadInput(f"classes go from 0 to {classes - 1} (-1 = none), these from {int(labels.min())} to "
+                       f"{int(labels.max())}")
+    labels = labels.to(device)
+    return dict(label=labels), dict(label=torch.full_like(labels, -1))

@@ -1,0 +1,95 @@
+"""Preemption: a signal sets a flag, the ranks agree on it once an iteration, the trainer saves and exits 0.
+
+    install()    handlers for SIGUSR1, SIGTERM and SIGINT, in the first lines of train.py, before torch is
+                 imported (that takes seconds, and the default action of SIGUSR1 is death)
+    requested()  was this process told to stop: by a signal, by its launcher's death, or by the scheduler
+    agreed()     was any rank told to stop: one MAX all-reduce of one float on the CPU, no device sync
+
+A scheduler is four functions (init, resume_details, termination_requested, request_resume); `Slurm` and the
+no-op `NoScheduler` are below, another is a class with the same four. Nothing here imports torch on import.
+"""
+import os
+import signal
+import subprocess
+import time
+
+received = []        # signal numbers, appended by the handler; nothing else happens inside it
+parent = None        # process id of the launcher, as it was at install()
+
+
+def install():
+    """Set the handlers. A second Ctrl-C kills at once; a second SIGUSR1 or SIGTERM changes nothing."""
+    global parent
+
+    def note(number, frame):
+        received.append(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    parent = os.getppid()
+
+
+def orphaned():
+    """True once the launcher that started this worker is dead (only torchrun's workers have one)."""
+    return parent is not None and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent
+
+
+def requested():
+    return bool(received) or orphaned() or scheduler.termination_requested()
+
+
+def agreed(group, flag):
+    """True on every rank if `flag` is true on any. `group`: a gloo group, or None for one process."""
+    if group is None:
+        return bool(flag)
+    import torch
+    import torch.distributed as dist
+    any_rank = torch.tensor([float(flag)])
+    dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=group)
+    return bool(any_rank.item())
+
+
+class NoScheduler:
+    """No cluster: nothing to ask and nobody to tell."""
+
+    def init(self):
+        """Called once before training."""
+
+    def resume_details(self):
+        """One line for the start of the log, "" if there is nothing to say."""
+        return ""
+
+    def termination_requested(self):
+        """True when the allocation is about to end; called every iteration, so it must be cheap."""
+        return False
+
+    def request_resume(self):
+        """Ask for the job to be started again; called by rank 0 after the checkpoint is written."""
+
+
+class Slurm(NoScheduler):
+    """SLURM, from its environment variables. FEWSTEP_REQUEUE=1 lets rank 0 call `scontrol requeue` after a
+    preemption (leave it unset where the batch script does that itself); FEWSTEP_STOP_BEFORE_END_S=N stops
+    N seconds before SLURM_JOB_END_TIME."""
+
+    def init(self):
+        self.job = os.environ["SLURM_JOB_ID"]
+        margin = float(os.environ.get("FEWSTEP_STOP_BEFORE_END_S", 0))
+        end = float(os.environ.get("SLURM_JOB_END_TIME", 0))
+        self.stop_time = end - margin if margin and end else float("inf")
+
+    def resume_details(self):
+        return f"SLURM job {self.job}, restart {os.environ.get('SLURM_RESTART_COUNT', 0)}"
+
+    def termination_requested(self):
+        return time.time() > self.stop_time
+
+    def request_resume(self):
+        if os.environ.get("FEWSTEP_REQUEUE") == "1":
+            subprocess.run(["scontrol", "requeue", self.job], check=False)
+
+
+scheduler = Slurm() if "SLURM_JOB_ID" in os.environ else NoScheduler()
+scheduler.init()

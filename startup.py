@@ -1,0 +1,215 @@
+"""Before the first iteration: what can be wrong with the input, the run folder, weights into nets.
+
+The checks run before the process group starts and alike on every rank, so a mistake costs seconds and one sentence.
+"""
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import ckpt
+import common
+from common import BadInput, from_rank0
+
+CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp",), resume=("auto", "force", ""),
+               wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"))
+
+
+def check(cfg, world):
+    for key, choices in CHOICES.items():
+        if cfg[key] not in choices:
+            raise BadInput(f"--{key} {cfg[key]!r} is not known; choose from {', '.join(map(repr, choices))}")
+    for key in ("batch_size", "accum", "val_batches", "steps"):
+        if cfg[key] < 1:
+            raise BadInput(f"--{key} {cfg[key]} must be at least 1")
+    for key in ("max_iter", "stop_at", "save_every", "keep_last", "val_every", "sample_every", "log_every", "warmup",
+                "workers", "clip", "lr", "augment", "seed"):
+        if cfg[key] < 0:
+            raise BadInput(f"--{key} {cfg[key]} must not be negative; 0 switches it off")
+    parts = world * cfg["accum"]
+    if cfg["batch_size"] % parts:
+        low = cfg["batch_size"] // parts * parts
+        raise BadInput(f"batch_size {cfg['batch_size']} is not divisible by {world} ranks x accum {cfg['accum']} = "
+                       f"{parts}; nearest {f'{low} or ' if low else ''}{low + parts}")
+    if cfg["max_iter"] > 9_999_999:
+        raise BadInput(f"--max_iter {cfg['max_iter']} is more than 9999999, the last number a checkpoint's seven "
+                       f"digits hold")
+    common.lr_factor(cfg["lr_schedule"], 0, cfg["warmup"], 1)
+    names = [common.parse_ema(e)[0] for e in cfg["ema"]]
+    if len(set(names)) < len(names):
+        raise BadInput(f"--ema {','.join(map(str, cfg['ema']))} names an average twice")
+    val_settings(cfg)
+
+
+def pick_device(cfg, local):
+    name = cfg["device"] or ("cuda" if torch.cuda.is_available() else
+                             "mps" if torch.backends.mps.is_available() else "cpu")
+    if name == "cuda":
+        if local >= torch.cuda.device_count():
+            raise BadInput(f"this node has {torch.cuda.device_count()} GPUs and a rank {local} that wants one; "
+                           f"lower --nproc_per_node or use --device cpu")
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as e:
+        raise BadInput(f"--device {name} cannot be used ({str(e).splitlines()[0]}); give cpu, cuda or mps") from None
+
+
+def check_optimizers(method, cfg, nets, trainable, opts):
+    """Every phase has an optimizer, every trainable parameter is in exactly one."""
+    where = method.path
+    for it in range(min(cfg["max_iter"], 1000)):
+        phase = method.phase(it, cfg)
+        if phase not in opts:
+            raise BadInput(f"{where}: phase {phase!r} (it {it}) has no optimizer; optimizers() returns "
+                           f"{', '.join(map(repr, opts)) or 'none'}")
+    owners = Counter(id(p) for opt in opts.values() for g in opt.param_groups for p in g["params"])
+    for name, net in nets.items():
+        for key, p in net.named_parameters():
+            n = owners.pop(id(p), 0)
+            if (key in trainable[name]) != (n == 1) or n > 1:
+                raise BadInput(f"{where}: parameter {name}.{key} is {'trainable' if p.requires_grad else 'frozen'} and "
+                               f"in {n} optimizers; trainable ones belong to one, frozen ones (requires_grad False "
+                               f"in build) to none")
+    if owners:
+        raise BadInput(f"{where}: optimizers() holds {len(owners)} parameters of no net that build() returned")
+
+
+def output_folder(cfg):
+    root = Path(os.environ.get("FEWSTEP_OUTPUT_ROOT", "outputs"))
+    return root / cfg["project"] / cfg["group"] / cfg["name"]
+
+
+def check_folder(method, cfg, folder, dry_run):
+    """True if the folder holds checkpoints to continue from. Raises BadInput if they are not this run's."""
+    if not dry_run:
+        try:
+            for sub in ("checkpoints", "samples"):
+                (folder / sub).mkdir(parents=True, exist_ok=True)
+            probe = folder / f".writable.{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as e:
+            raise BadInput(f"output folder {folder} is not writable ({e.strerror}); set FEWSTEP_OUTPUT_ROOT to one "
+                           f"that is") from None
+    if not ckpt.scan(folder / "checkpoints"):
+        return False
+    if cfg["resume"] == "":
+        raise BadInput(f"{folder} holds checkpoints and --resume is \"\"; start anew with --name NEW, or continue with "
+                       f"--resume auto")
+    known = folder / "config.json"
+    was = json.loads(known.read_text()).get("method", "") if known.exists() else ""
+    if was and was != method.path.stem:
+        raise BadInput(f"{folder} is a run of {was}, not of {method.path.stem}; use --name NEW")
+    copied = folder / "method.py"
+    if cfg["resume"] != "force" and copied.exists() and copied.read_bytes() != method.path.read_bytes():
+        raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, --resume force "
+                       f"continues with the changed file")
+    return True
+
+
+def val_settings(cfg):
+    """[("", {})] and one (label, {key: value}) per entry of val_settings."""
+    from train import parse                             # the command line's own grammar
+    settings = [("", {})]
+    for entry in cfg["val_settings"]:
+        changes = {}
+        for part in str(entry).split(";"):
+            key, _, text = part.partition("=")
+            if key not in cfg:
+                raise BadInput(f"--val_settings names {key!r}, which is not a config key")
+            changes[key] = parse(key, text, cfg[key], "--val_settings")
+        settings.append((f"{entry}/", changes))
+    return settings
+
+
+# ---- start-up ----------------------------------------------------------------------------------------------------
+
+def fill(nets, inits, sources, state, trainable, cfg):
+    """Weights into every net, on the CPU: from the checkpoint what it holds, the rest from `init`: a file, another
+    net (filled before), or a fresh draw."""
+    waiting = dict(nets)
+    while waiting:
+        ready = [n for n in waiting if inits.get(n) not in waiting]
+        if not ready:
+            raise BadInput(f"init() goes in a circle: {', '.join(f'{n} <- {inits[n]}' for n in waiting)}")
+        for name in ready:
+            net, source = waiting.pop(name), inits.get(name)
+            own = net.state_dict()
+            kept = state["nets"].get(name) if state else None
+            given = kept
+            if kept is None or set(kept) != set(own):
+                given = {} if source is None else ckpt.adapted(
+                    net, nets[source].state_dict() if source in nets else ckpt.read(sources[source]))
+            ckpt.materialise(net, name, cfg["seed"], given)
+            if source is not None or given is kept:
+                ckpt.fill(net, given, f"{name} ({source or 'checkpoint'})", optional=net.optional)
+            if kept is not None and given is not kept:
+                ckpt.fill(net, kept, f"{name} (checkpoint)", keys=saved_keys(net, trainable[name]))
+
+
+def saved_keys(net, trainable):
+    """Keys of a net that a checkpoint holds: trainable parameters and buffers; frozen ones come from their source."""
+    parameters = {k for k, _ in net.named_parameters()}
+    return [k for k in net.state_dict() if k in trainable or k not in parameters]
+
+
+def keep(net, keys):
+    state = net.state_dict()
+    return {k: state[k] for k in keys}
+
+
+def load_optimizers(opts, names, saved):
+    """Moments and step counts by parameter name; learning rates and the like stay as configured now."""
+    for phase, opt in opts.items():
+        params = [p for g in opt.param_groups for p in g["params"]]
+        held = saved.get(phase, {})
+        opt.load_state_dict(dict(state={i: held[names[p]] for i, p in enumerate(params) if names[p] in held},
+                                 param_groups=opt.state_dict()["param_groups"]))
+
+
+def open_folder(method, cfg, folder, sources, state, start, say):
+    """config.json, method.py; on resume name what differs and drop log lines past the checkpoint."""
+    ckpt.sweep(folder / "checkpoints")
+    if state:
+        for key, value in cfg.items():
+            if state["config"].get(key, value) != value:
+                say(f"config differs from the checkpoint: {key} was {state['config'][key]!r}, now {value!r}", "warning")
+    text = json.dumps(dict(cfg) | dict(method=method.path.stem, sources=sources), indent=1)
+    ckpt.write(folder / "config.json", lambda f: f.write_text(text + "\n"))
+    ckpt.write(folder / "method.py", lambda f: f.write_bytes(method.path.read_bytes()))
+    metrics = folder / "metrics.jsonl"
+    lines = []
+    for line in metrics.read_text().splitlines() if metrics.exists() else []:
+        with contextlib.suppress(ValueError):           # a killed run may leave half a line
+            if json.loads(line)["it"] <= start:
+                lines.append(line + "\n")
+    ckpt.write(metrics, lambda f: f.write_text("".join(lines if state else [])))
+
+
+def take_lock(folder, rank, gloo):
+    """One run per folder at a time. The lock is the kernel's: it ends with the process, however that ends."""
+    handle, error = open(os.devnull), None
+    if rank == 0:
+        handle = open(folder / ".lock", "w")
+        for attempt in range(20):                       # a killed predecessor may still be saving
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                error = None
+                break
+            except BlockingIOError:
+                error = f"{folder} is in use by another run; wait for it, or use --name NEW"
+                time.sleep(0.5)
+            except OSError:                             # a file system without locks
+                error = None
+                break
+    error = from_rank0(error, gloo)
+    if error:
+        raise BadInput(error)
+    return handle

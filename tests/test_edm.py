@@ -1,0 +1,311 @@
+"""nets/edm.py, nets/discriminators.py and tools/convert_edm.py; what every net must do is in test_nets.py."""
+import os
+import pickle
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import golden_recipe
+from common import BadInput, make_net
+from nets import edm
+from nets.discriminators import UNetHead, group_norm
+from tools import convert_edm
+
+TEACHERS = ["edm_ddpmpp", "edm_ncsnpp", "edm_adm"]
+
+
+def fixture_net(info, **options):
+    """Our net for a fixture's constructor arguments."""
+    c = dict(info["config"])
+    size, channels, adm = c["img_resolution"], c["img_channels"], c["model_type"] == "DhariwalUNet"
+    kw = dict(x_shape=(channels, size, size), width=c["model_channels"], mult=c["channel_mult"], adm=adm,
+              blocks=c["num_blocks"], attn=c["attn_resolutions"], dropout=c["dropout"],
+              label_dim=c["label_dim"], augment_dim=c["augment_dim"])
+    if adm:
+        kw.update(emb_mult=c["channel_mult_emb"])
+    else:
+        kw.update(noise_mult=c["channel_mult_noise"], fourier=c["embedding_type"] == "fourier",
+                  residual=c["encoder_type"] == "residual", resample=c["resample_filter"])
+    return edm.EDM(**kw | options).eval()
+
+
+def fill(net, weights):
+    """Loads as the trainer does: through adapt; what the recipe keeps (resample filters) stays as built."""
+    given = {key: a for key, w in weights.items() if (a := net.adapt(key, w)) is not None}
+    left, unknown = net.load_state_dict(given, strict=False)
+    assert not unknown and all(key.endswith("resample_filter") for key in left)
+    return net
+
+
+def fixture_inputs(info):
+    t = torch.tensor(info["inputs"].get("sigma") or info["inputs"]["t"], dtype=torch.float64)
+    cond = dict(label=torch.tensor([1, 3]))
+    if info["inputs"].get("augment_labels"):
+        cond["augment"] = golden_recipe.tensor("aug", (2, 9), 1.0)
+    return golden_recipe.tensor("x", (2, 3, 8, 8)), t, cond
+
+
+def shapes(net):
+    return {key: list(v.shape) for key, v in net.state_dict().items()}
+
+
+def near(a, b):
+    return a.shape == b.shape and (a - b).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_outputs_equal_the_reference(name):
+    info, want, weights = golden_recipe.load(name)
+    net = fill(fixture_net(info), weights)
+    assert shapes(net) == {key: shape for key, shape, _ in info["state_dict"]}
+    x, t, cond = fixture_inputs(info)
+    taps, raw = tuple(range(net.n_taps)), []
+    net.model.register_forward_hook(lambda module, args, out: raw.append(out[0]))
+    got = net(x, t, cond, taps=taps)
+    features = [v for key, v in want.items() if key.startswith("feat_")]
+    assert near(got["out"], want["D"]) and near(raw[0], want["F"]) and near(net(x, t), want["D_uncond"])
+    assert len(features) == len(taps) and all(map(near, got["taps"], features))
+    for k in taps:
+        stopped = net(x, t, cond, taps=(k,), stop=True)
+        assert stopped.keys() == {"taps"} and near(stopped["taps"][0], features[k]) and raw[-1] is None
+
+
+def test_outputs_with_r_and_logvar_equal_the_reference():
+    info, want, weights = golden_recipe.load("fastgen_edm_ddpmpp_r")
+    net = fill(fixture_net(info, r=True, logvar=True), weights)
+    assert shapes(net) == {key: shape for key, shape, _ in info["state_dict"]}
+    x, t, cond = fixture_inputs(info)
+    r = torch.tensor(info["inputs"]["r"], dtype=torch.float64)
+    got = net(x, t, cond, r=r, taps=(0, 1), logvar=True)
+    assert near(got["out"], want["D"]) and near(got["logvar"], want["logvar"][:, 0])
+    assert near(got["taps"][0], want["feat0"]) and near(got["taps"][1], want["feat1"])
+    assert near(net(x, t, cond, r=r, taps=(1,), stop=True)["taps"][0], want["early1"])
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_teacher_loads_into_a_net_with_r_and_r_changes_nothing(name):
+    info, want, weights = golden_recipe.load(name)
+    net = fill(fixture_net(info, r=True), weights)
+    x, t, cond = fixture_inputs(info)
+    for r in (t / 2, torch.zeros_like(t)):
+        assert near(net(x, t, cond, r=r), want["D"])
+    net(x, t, cond, r=t / 2).square().mean().backward()     # and it can learn to
+    assert net.model.map_layer0.weight.grad[:, net.model.noise:].abs().max() > 1e-6
+    assert all(net.adapt(key, v) is v for key, v in net.state_dict().items())      # its own fit as they are
+
+
+def test_augment_weights_are_dropped_by_a_net_without_augment():
+    info, want, weights = golden_recipe.load("edm_ddpmpp")
+    net = fill(fixture_net(info, augment_dim=0), weights)
+    x, t, cond = fixture_inputs(info)
+    assert "model.map_augment.weight" in weights
+    assert near(net(x, t, dict(augment=cond["augment"])), want["D_uncond"])
+
+
+def test_public_sizes_have_the_published_parameter_counts():
+    with torch.device("meta"):
+        for spec, count in (("edm:cifar10", 55_735_428), ("edm:cifar10,label_dim=0", 55_734_020),
+                            ("edm:imagenet64", 295_899_460)):
+            net = make_net(spec, logvar=True)       # the counts of FastGen, whose nets always have the head
+            assert sum(p.numel() for p in net.parameters()) == count
+        assert make_net("edm:cifar10").tap_shapes((2, 0)) == [(256, 32, 32), (256, 8, 8)]
+        assert make_net("edm:imagenet64").tap_shapes((3,)) == [(768, 8, 8)]
+        net = make_net("edm:digits")
+        assert (net.x_shape, net.sigma_data, net.label_dim) == ((1, 8, 8), 0.75, 10)
+        assert 4.2e5 < sum(p.numel() for p in net.parameters()) < 4.8e5
+
+
+def test_weights_start_as_published():
+    bound = lambda w, b: 0.9 * b < w.abs().max() <= b * (1 + 1e-6)
+    net = make_net("edm:digits")
+    block = net.model.enc["4x4_block0"]                                     # 32 -> 48 channels
+    assert bound(block.conv0.weight, (6 / (9 * 32 + 9 * 48)) ** 0.5) and not block.conv0.bias.any()
+    assert bound(block.conv1.weight, 1e-5 * (6 / (9 * 48 * 2)) ** 0.5)
+    assert bound(block.qkv.weight, (0.2 * 6 / (48 + 144)) ** 0.5)
+    x, t = torch.randn(2, 1, 8, 8), torch.tensor([0.1, 5.0], dtype=torch.float64)
+    c_skip = (0.75 ** 2 / (t ** 2 + 0.75 ** 2)).float()[:, None, None, None]
+    assert (net(x, t) - c_skip * x).abs().max() < 1e-4                      # F starts at 0
+    adm = edm.EDM((3, 8, 8), label_dim=4, width=64, mult=(1,), blocks=1, attn=(8,), adm=True).model
+    block = adm.enc["8x8_block0"]
+    assert bound(block.conv0.weight, (9 * 64) ** -0.5) and bound(block.conv0.bias, (9 * 64) ** -0.5)
+    assert not block.conv1.weight.any() and not block.proj.weight.any() and not adm.out_conv.bias.any()
+    assert 0.9 < adm.map_label.weight.std() < 1.1
+    freqs = edm.TimeEmbedding(2000, True, fourier=True).freqs
+    assert 14 < freqs.std() < 18
+
+
+def test_a_label_beyond_the_classes_is_refused():
+    net = make_net("edm:digits,label_dim=4")
+    x, t = torch.randn(2, 1, 8, 8), torch.ones(2, dtype=torch.float64)
+    with pytest.raises(BadInput, match="label 4 .* label_dim 4"):
+        net(x, t, dict(label=torch.tensor([0, 4])))
+
+
+@pytest.mark.parametrize("r_given", [True, False])
+def test_r_must_be_given_exactly_where_the_net_has_it(r_given):
+    net = make_net("edm:digits", r=not r_given)
+    x, t = torch.randn(2, 1, 8, 8), torch.ones(2, dtype=torch.float64)
+    with pytest.raises(BadInput, match="r=True"):
+        net(x, t, r=t if r_given else None)
+
+
+def test_head_outputs_equal_the_reference():
+    info, want, weights = golden_recipe.load("disc_edm")
+    head = UNetHead([shape[1:] for shape in info["feats"]])
+    head.load_state_dict(weights)
+    features = [golden_recipe.tensor(f"feat{i}", shape) for i, shape in enumerate(info["feats"])]
+    assert near(head(features), want["logits"])
+
+
+def test_heads_fit_small_maps_with_channels_of_their_own():
+    shapes = [(32, 8, 8), (48, 4, 4), (12, 2, 2), (8, 1, 1), (16, 6, 10)]
+    head = UNetHead(shapes)
+    features = [torch.randn(3, *shape, requires_grad=True) for shape in shapes]
+    logits = head(features)
+    assert logits.shape == (3, 5) and head.blocks == []
+    for i in range(5):          # each logit sees its own map, all of it
+        grads = torch.autograd.grad(logits[:, i].sum(), features, retain_graph=True)
+        assert all(bool((g != 0).all()) == bool(g.any()) == (k == i) for k, g in enumerate(grads))
+    assert [len(h) for h in head.discriminator_heads] == [7, 4, 4, 4, 10]      # 4 modules without a halving
+    assert [group_norm(c).num_groups for c in (8, 32, 48, 64, 256, 768, 1280)] == [2, 8, 12, 16, 32, 32, 32]
+    with pytest.raises(BadInput, match="tap_shapes"):
+        head(features[:2])
+
+
+def test_heads_of_the_digits_net_take_its_taps_and_cifar_heads_are_wrap_units():
+    net = make_net("edm:digits")
+    x, t = torch.randn(2, 1, 8, 8), torch.ones(2, dtype=torch.float64)
+    taps = net(x, t, taps=(0, 1), stop=True)["taps"]
+    assert UNetHead(net.tap_shapes((0, 1)))(taps).shape == (2, 2)
+    with torch.device("meta"):
+        head = UNetHead(make_net("edm:cifar10").tap_shapes((0, 1, 2)))
+    assert [type(head.get_submodule(name)) for name in head.blocks] == [nn.Sequential] * 3
+    assert 9.4e6 < sum(p.numel() for p in head.parameters()) < 9.5e6           # FastGen: 9.44 M
+
+
+def test_heads_from_meta_equal_a_plain_start():
+    def start(head):
+        for module in head.modules():
+            if list(module.parameters(recurse=False)):
+                torch.manual_seed(5)
+                module.reset_parameters()
+        return head.state_dict()
+
+    with torch.device("meta"):
+        meta = UNetHead([(8, 8, 8)])
+    plain, meta = start(UNetHead([(8, 8, 8)])), start(meta.to_empty(device="cpu"))
+    assert all(torch.equal(meta[key], v) for key, v in plain.items()) and plain.keys() == meta.keys()
+
+
+# The converter. Pickles are made as torch_utils.persistence makes them, with every trap we know of inside.
+
+class Runs:
+    """A pickle of it calls `function` when plainly loaded."""
+
+    def __init__(self, function, argument):
+        self.call = function, (argument,)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.fixture
+def reference(monkeypatch, tmp_path):
+    """(network as in NVIDIA's releases, files that exist only if something of the pickle was run)."""
+    flags = [tmp_path / "os.system", tmp_path / "eval", tmp_path / "module_src"]
+    persistence, util = types.ModuleType("torch_utils.persistence"), types.ModuleType("dnnlib.util")
+
+    def _reconstruct_persistent_obj(meta):
+        exec(meta.module_src, {})
+
+    class EasyDict(dict):
+        __getattr__ = dict.__getitem__
+
+    for module, thing in ((persistence, _reconstruct_persistent_obj), (util, EasyDict)):
+        thing.__module__, thing.__qualname__ = module.__name__, thing.__name__
+        setattr(module, thing.__name__, thing)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(sys.modules, module.__name__.split(".")[0], types.ModuleType("package"))
+
+    class Persistent(nn.Module):
+        def __reduce__(self):
+            source = f"open({str(flags[2])!r}, 'w')"
+            meta = EasyDict(type="class", version=6, module_src=source, class_name="Net", state=self.__dict__)
+            return persistence._reconstruct_persistent_obj, (meta,), None
+
+    net, part = Persistent(), Persistent()
+    part.weight, part.bias = nn.Parameter(torch.randn(3, 2)), None
+    part.register_parameter("absent", None)
+    part.register_buffer("resample_filter", torch.randn(1, 1, 2, 2))
+    part.register_buffer("scratch", torch.randn(2), persistent=False)
+    net.gain = nn.Parameter(torch.tensor(0.5, dtype=torch.float16))
+    net.enc = nn.ModuleDict({"8x8_conv": part, "8x8_block0": nn.Linear(2, 2)})
+    net.sigma_max, net.size, net.where, net.kind = np.float64(80), np.int64(8), torch.device("cpu"), torch.int
+    net.evil = Runs(os.system, f"touch {flags[0]}")
+    net.more = [Runs(eval, f"open({str(flags[1])!r}, 'w')")]
+    return net, flags
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+@pytest.mark.parametrize("wrap", [lambda net: dict(loss_fn=net.evil, ema=net, model=None), lambda net: net])
+def test_converted_weights_equal_the_state_dict_and_nothing_is_run(reference, tmp_path, protocol, wrap):
+    net, flags = reference
+    data = pickle.dumps(wrap(net), protocol)
+    (tmp_path / "net.pkl").write_bytes(data)
+    weights, refused = convert_edm.read(tmp_path / "net.pkl")
+    want = net.state_dict()
+    assert weights.keys() == want.keys() >= {"enc.8x8_conv.weight"} and "enc.8x8_conv.scratch" not in want
+    assert all(torch.equal(weights[k], v) and weights[k].dtype == v.dtype for k, v in want.items())
+    assert all(type(v) is torch.Tensor and not v.requires_grad for v in weights.values())
+    assert refused >= {f"{os.system.__module__}.system", "builtins.eval", "torch.nn.modules.linear.Linear"}
+    assert not any(flag.exists() for flag in flags)
+    pickle.loads(data)
+    assert all(flag.exists() for flag in flags)         # the traps work: a plain load runs them
+
+
+def test_convert_edm_runs_as_a_script_from_any_folder(reference, tmp_path):
+    net, flags = reference
+    (tmp_path / "net.pkl").write_bytes(pickle.dumps(dict(ema=net)))
+    script = Path(convert_edm.__file__)
+    command = [sys.executable, script, "net.pkl", "net.pth"]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
+    assert done.returncode == 0 and "net.pth: 5 tensors" in done.stdout, done.stderr
+    weights = torch.load(tmp_path / "net.pth", weights_only=True)
+    assert weights.keys() == net.state_dict().keys() and not any(flag.exists() for flag in flags)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.pkl", "net.pth"]
+
+
+def test_converts_to_safetensors(reference, tmp_path, monkeypatch):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    (tmp_path / "net.pkl").write_bytes(pickle.dumps(reference[0]))
+    monkeypatch.setattr(sys, "argv", ["convert_edm.py", f"{tmp_path}/net.pkl", f"{tmp_path}/net.safetensors"])
+    convert_edm.main()
+    weights = load_file(tmp_path / "net.safetensors")
+    assert all(torch.equal(weights[k], v) for k, v in reference[0].state_dict().items())
+
+
+@pytest.mark.parametrize("name, content, target, message", [
+    ("none.pkl", None, "out.pth", "none.pkl is not readable"),
+    ("text.pkl", b"<html>404</html>", "out.pth", "text.pkl is not readable"),
+    ("half.pkl", pickle.dumps(dict(ema=list(range(1000))))[:500], "out.pth", "half.pkl is not readable"),
+    ("other.pkl", pickle.dumps(dict(a=1)), "out.pth", "other.pkl holds no network"),
+    ("trap.pkl", pickle.dumps(Runs(os.getcwd, None)), "out.pth", "trap.pkl holds no network"),
+    ("net.pkl", pickle.dumps({}), "out.bin", "out.bin must be a .pth or .safetensors"),
+    ("net.pkl", pickle.dumps({}), "nowhere/out.pth", "existing folder"),
+])
+def test_what_cannot_be_converted_is_one_sentence_and_exit_2(
+        tmp_path, monkeypatch, capsys, name, content, target, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["convert_edm.py", f"{tmp_path / name}", f"{tmp_path / target}"])
+    with pytest.raises(SystemExit) as stop:
+        convert_edm.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and message in error and error.count("\n") == 1
+    assert not (tmp_path / target).exists()

@@ -1,0 +1,129 @@
+"""Converts a pickled network of NVIDIA's EDM and EDM2 releases to a plain file of weights.
+
+    python tools/convert_edm.py edm-cifar10-32x32-cond-vp.pkl edm-cifar10.pth       (or .safetensors)
+
+Neither their code nor any other that the pickle names is run. It may call the few functions and classes of
+`allowed` below; every other name becomes an inert object that only keeps its attributes, and of those only
+modules, parameters and persistent buffers are read. The result is bit-equal to the network's state_dict().
+"""
+import argparse
+import collections
+import io
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import BadInput  # noqa: E402
+
+
+class Inert:
+    """Stands for a class, function or object of the pickle: takes any call and only keeps attributes."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __setstate__(self, state):
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    append = __setitem__ = lambda self, *args: None
+
+
+def persistent_object(meta):
+    """meta holds the object's state and its class's source code, `module_src`, which stays unread."""
+    obj = Inert()
+    obj.__setstate__(meta["state"])
+    return obj
+
+
+allowed = {
+    "torch_utils.persistence._reconstruct_persistent_obj": persistent_object,
+    "dnnlib.util.EasyDict": dict,
+    "collections.OrderedDict": collections.OrderedDict,
+    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "torch._utils._rebuild_parameter": torch._utils._rebuild_parameter,
+    "torch.storage._load_from_bytes": lambda b: torch.load(io.BytesIO(b), "cpu", weights_only=True),
+    "builtins.set": set,
+}
+
+
+class Unpickler(pickle.Unpickler):
+    def __init__(self, file):
+        super().__init__(file)
+        self.refused = set()
+
+    def find_class(self, module, name):
+        if f"{module}.{name}" in allowed:
+            return allowed[f"{module}.{name}"]
+        self.refused.add(f"{module}.{name}")
+        return type("Inert", (Inert,), {})
+
+
+def collect(module, prefix=""):
+    """{key: tensor} as module.state_dict() would give it."""
+    parts, out = vars(module), {}
+    hidden = parts.get("_non_persistent_buffers_set", ())
+    for name, tensor in {**parts.get("_parameters", {}), **parts.get("_buffers", {})}.items():
+        if tensor is None or name in hidden:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{prefix}{name} is no plain tensor")
+        out[prefix + name] = tensor.detach().clone()
+    for name, child in parts.get("_modules", {}).items():
+        if child is not None:
+            out |= collect(child, f"{prefix}{name}.")
+    return out
+
+
+def read(path):
+    """State dict in a pickle (of its `ema`, else its `model`, else itself), the names that stayed inert."""
+    try:
+        with open(path, "rb") as file:
+            unpickler = Unpickler(file)
+            data = unpickler.load()
+        if isinstance(data, dict):
+            data = data.get("ema", data.get("model", data))
+        weights = collect(data) if isinstance(data, Inert) else data
+    except Exception as e:  # a broken pickle can raise anything
+        raise BadInput(f"{path} is not readable as an EDM pickle ({type(e).__name__}: {e}); get it again")
+    if not isinstance(weights, dict) or {isinstance(v, torch.Tensor) for v in weights.values()} != {True}:
+        raise BadInput(f"{path} holds no network: expected `ema` or `model` in it, as in NVIDIA's releases")
+    return dict(weights), unpickler.refused
+
+
+def write(weights, path):
+    part = f"{path}.part"       # a stopped run leaves no half file under the name asked for
+    if path.endswith(".safetensors"):
+        try:
+            from safetensors.torch import save_file
+        except ImportError:
+            raise BadInput(f"{path} needs safetensors: pip install safetensors, or ask for a .pth file")
+        save_file({k: v.contiguous() for k, v in weights.items()}, part)
+    else:
+        torch.save(weights, part)
+    os.replace(part, path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("source", help="EDM or EDM2 pickle, .pkl")
+    parser.add_argument("target", help="weights to write, .pth or .safetensors")
+    args = parser.parse_args()
+    try:
+        if not args.target.endswith((".pth", ".safetensors")) or not Path(args.target).parent.is_dir():
+            raise BadInput(f"{args.target} must be a .pth or .safetensors file in an existing folder")
+        weights, refused = read(args.source)
+        write(weights, args.target)
+    except BadInput as e:
+        print(e, file=sys.stderr)
+        sys.exit(2)
+    print(f"{args.target}: {len(weights)} tensors, {sum(v.numel() for v in weights.values()):,} numbers; "
+          f"kept inert: {', '.join(sorted(refused)) or 'nothing'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Train a method file.
+
+    torchrun train.py methods/dmd2.py                               the embedded digits, a few minutes on a laptop
+    torchrun train.py methods/dmd2.py --max_iter 10000 --lr 1e-5    any config key, as --key value or --key=value
+    torchrun --nproc_per_node 8 train.py methods/dmd2.py --preset cifar10 --data cifar10.zip --teacher edm.pth
+    python train.py methods/dmd2.py --help | --dry_run              every key with its comment | the plan, no work
+
+Order of authority: trainer defaults < the method's config < preset < command line. Bad input ends with one
+sentence and exit code 2 before any work (torchrun itself then returns 1).
+"""
+import resume
+if __name__ == "__main__":
+    resume.install()                # before torch is imported: a signal must not kill a run that is starting
+
+import ast
+import difflib
+import importlib.util
+import io
+import os
+import sys
+import time
+import tokenize
+from pathlib import Path
+
+import recipes
+import trainer
+from common import BadInput
+
+OPTIONS = ("help", "dry_run", "preset")
+REQUIRED = ("config", "build", "init", "optimizers", "step", "sample")
+
+
+def load_method(path):
+    """Import a method file by path, from any folder, and check that it has what the trainer calls."""
+    path = Path(path)
+    if not path.is_file():
+        known = ", ".join(f"methods/{p.name}" for p in sorted((trainer.ROOT / "methods").glob("*.py")))
+        raise BadInput(f"method file {path} does not exist; there are {known}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    method = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(method)
+    except SyntaxError as e:
+        raise BadInput(f"{path} line {e.lineno}: {e.msg}") from None
+    lacking = [n for n in REQUIRED if not hasattr(method, n)]
+    if lacking:
+        raise BadInput(f"{path} lacks {', '.join(lacking)}; a method file has {', '.join(REQUIRED)} "
+                       f"(and presets, phase where needed), see methods/sft.py")
+    method.path = path.resolve()
+    if not hasattr(method, "phase"):
+        method.phase = lambda it, cfg: "student"
+    return method
+
+
+def parse(key, text, default, where):
+    """The value of `text` in the type of the key's default. Raises BadInput."""
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if isinstance(default, int):
+            number = float(text)                        # 1e4 is an int for an int key, 3.5 is not
+            if number != int(number):
+                raise ValueError
+            return int(text) if text.lstrip("+-").replace("_", "").isdigit() else int(number)
+        if isinstance(default, float):
+            number = float(text)
+            if number != number:
+                raise ValueError
+            return number
+        if isinstance(default, tuple):
+            return tuple(element(e.strip()) for e in text.split(",") if e.strip())
+        return text
+    except (KeyError, ValueError, OverflowError):
+        kind = {bool: "true, false, 1 or 0", int: "a whole number", float: "a number"}[type(default)]
+        raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there, so give {kind}") from None
+
+
+def element(text):
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def unknown(key, keys, where):
+    near = difflib.get_close_matches(key, [*keys, *OPTIONS], n=1, cutoff=0.5)
+    hint = f"did you mean --{near[0]}?" if near else "--help lists them"
+    raise BadInput(f"--{key} is not a config key of {where}; {hint}")
+
+
+def resolve(method, argv):
+    """(config, {key: value before} of what preset and command line changed, {option: value}). Raises BadInput."""
+    where = os.path.relpath(method.path) if method.path.is_relative_to(Path.cwd()) else str(method.path)
+    cfg = trainer.defaults | method.config
+    for key, value in cfg.items():
+        if not isinstance(value, (int, float, str, tuple)):
+            raise BadInput(f"{where}: config[{key!r}] is a {type(value).__name__}; use int, float, bool, str, tuple")
+    base, given, options = dict(cfg), {}, {}
+    args = list(argv)
+    while args:
+        arg = args.pop(0)
+        if not arg.startswith("--"):
+            raise BadInput(f"{arg!r} is not an option; write --key value")
+        key, equals, text = arg[2:].partition("=")
+        if key in ("help", "dry_run") and not equals:
+            options[key] = True
+            continue
+        if key not in cfg and key != "preset":
+            unknown(key, cfg, where)
+        if not equals:
+            if not args:
+                raise BadInput(f"--{key} needs a value")
+            text = args.pop(0)
+        if key in given or key in options:
+            raise BadInput(f"--{key} is given twice; keep one")
+        if key == "preset":
+            options[key] = text
+        else:
+            given[key] = parse(key, text, cfg[key], where)
+    if "preset" in options:
+        name = options["preset"]
+        presets = {n: p for (m, n), p in recipes.presets.items() if m == cfg["recipes"]}
+        presets |= getattr(method, "presets", {})
+        if name not in presets:
+            raise BadInput(f"{where} has no preset {name!r}; it has {', '.join(sorted(presets)) or 'none'}")
+        for key, value in presets[name].items():
+            if key not in cfg:
+                unknown(key, cfg, f"{where} (preset {name})")
+            if type(value) is not type(cfg[key]) and not (type(value) is int and type(cfg[key]) is float):
+                raise BadInput(f"{where}: preset {name} has {key} = {value!r}, which is not of the type "
+                               f"of {cfg[key]!r}")
+            cfg[key] = type(cfg[key])(value)
+    cfg |= given
+    data = cfg["data"].rstrip("/").split("/")[-1]
+    cfg["group"] = cfg["group"] or (Path(data).stem if "." in data else data)
+    cfg["name"] = cfg["name"] or method.path.stem + (f"_{options['preset']}" if "preset" in options else "")
+    return cfg, {k: base[k] for k in cfg if cfg[k] != base[k]}, options
+
+
+def comments(path, name):
+    """{key: comment} of `name = dict(key=value,  # comment ...)` in a source file."""
+    source = Path(path).read_text()
+    lines = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0]] = token.string.lstrip("# ")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
+            ends = [k.value.end_lineno for k in node.value.keywords] + [node.end_lineno]
+            following = [k.value.lineno for k in node.value.keywords[1:]] + [node.end_lineno]
+            return {k.arg: " ".join(lines[n] for n in range(end, max(end + 1, nxt)) if n in lines)
+                    for k, end, nxt in zip(node.value.keywords, ends, following)}
+    return {}
+
+
+def show_help(method, cfg):
+    print(f"{(method.__doc__ or '').strip()}\n\nOptions: --help, --dry_run, --preset NAME\n")
+    for title, path, name in (("Config of this method", method.path, "config"),
+                              ("Config of the trainer", trainer.__file__, "defaults")):
+        print(f"{title}:")
+        for key, comment in comments(path, name).items():
+            if name == "config" or key not in method.config:
+                value = cfg[key] if cfg[key] not in ("", ()) else '""'
+                print(f"  --{key:<16} {value!s:<24} {comment}")
+
+
+def quit_with(sentence):
+    """Print the sentence once, from rank 0, and exit with 2. The others wait for it: torchrun ends every worker
+    when the first one fails."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
+    else:
+        until = time.time() + 20
+        while time.time() < until and not resume.requested():
+            time.sleep(0.05)
+    os._exit(2)                     # not sys.exit: threads and process groups must not hold up the answer
+
+
+def main(argv):
+    if not argv or argv[0].startswith("-"):
+        print(__doc__)
+        sys.exit(0 if argv in (["--help"], ["-h"]) else 2)
+    try:
+        method = load_method(argv[0])
+        cfg, changed, options = resolve(method, argv[1:])
+        if "help" in options:
+            return show_help(method, cfg)
+        trainer.train(method, cfg, changed, dry_run="dry_run" in options)
+    except BadInput as e:
+        quit_with(e)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
