@@ -35,11 +35,11 @@ class BadInput(Exception):
     """Input that cannot work, in one sentence: the value, what was expected, the cure. train.py exits 2."""
 
 def known(what, value, names):
-    """Raises BadInput, naming the nearest of the names or all, unless value is one of them."""
+    """Raises BadInput, naming the nearest and all names, unless value is one of them."""
     if value not in names:
         close = difflib.get_close_matches(str(value), list(names), 1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
-        raise BadInput(f"{what} {value!r} is not known; {hint}")
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise BadInput(f"{what} {value!r} is not known; {hint}known: {', '.join(names)}")
 
 def number(what, text):
     """float(text), or BadInput."""
@@ -144,11 +144,11 @@ def mix(kind, schedule, t):
 def convert(schedule, x_t, pred, t, source, target):
     """A prediction of type `source` as type `target`, of "x0" "eps" "v" "flow", in at least float32.
     With p, q, det and P, Q, Det of `mix`, target = ((P q - Q p) x_t + Det source) / det. |det| is kept above
-    1e-6: it is sigma from x0, alpha from eps, alpha^2 + sigma^2 from v, 1 from flow on edm, rf and trig."""
+    1e-6: det is -sigma from x0, alpha from eps, alpha^2 + sigma^2 from v, 1 from flow on edm, rf and trig."""
     if source == target:
         return wide(pred)
     (p, q, det), (P, Q, Det) = mix(source, schedule, t), mix(target, schedule, t)
-    det = torch.copysign(det.abs().clamp(min=1e-6), det)
+    det = det.clamp(max=-1e-6) if source == "x0" else det.clamp(min=1e-6)
     return expand((P * q - Q * p) / det, x_t) * x_t + expand(Det / det, x_t) * pred
 
 def guide(cond, uncond, guidance):
@@ -173,7 +173,7 @@ def predict(net, x_t, t, cond, target="x0", uncond=None, guidance=1.0, **kw):
 # ---------------------------------------------------------------- times: p(t), step lists
 def karras(n, t_min, t_max, rho=7.0):
     """EDM's n noise levels, descending from t_max to t_min: float64 (n,). Karras 2022, eq. 5."""
-    u, lo, hi = torch.linspace(0, 1, n, dtype=torch.float64), t_min ** (1 / rho), t_max ** (1 / rho)
+    u, lo, hi = torch.linspace(0, 1, n, dtype=torch.float64, device="cpu"), t_min ** (1 / rho), t_max ** (1 / rho)
     return ((hi + u * (lo - hi)) ** rho).clamp(t_min, t_max)
 
 @functools.lru_cache(maxsize=16)
@@ -184,6 +184,13 @@ def student_t(df, lo, hi, device, dtype):
     mass = (1 + z ** 2 / df) ** (-(df + 1) / 2) * np.cosh(y)
     cdf = np.concatenate([[0.0], np.cumsum(mass[1:] + mass[:-1])])
     return torch.from_numpy(cdf / cdf[-1]).to(device, dtype), torch.from_numpy(z).to(device, dtype)
+
+@functools.lru_cache(maxsize=16)
+def _polynomial(lo, hi, device, dtype):
+    """Points 2 .. 998 of the 1000-point grid that lie in [lo, hi], ascending."""
+    grid = karras(1000, *t_range("edm")).flip(0)[2:999]
+    return grid[(grid >= lo) & (grid <= hi)].to(device, dtype)
+
 
 def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_min=0.0, t_max=0.0):
     """The u-quantiles, u in [0, 1), of a distribution of t on [t_min, t_max] (0 = the schedule's own bound).
@@ -237,7 +244,7 @@ def t_list(schedule, steps, given=()):
             raise BadInput(f"--t_list {given} must hold --steps {steps} times, descending from at most "
                            f"{limit} (schedule {schedule}) to above 0; a final 0 may follow")
     elif schedule == "edm":
-        index = torch.linspace(998, 2, steps + 1, dtype=torch.float64).long()
+        index = torch.linspace(998, 2, steps + 1, dtype=torch.float64, device="cpu").long()
         ts = [t_max] + karras(1000, *t_range("edm")).flip(0)[index[1:-1]].tolist()
     else:
         ts = [t_max * (steps - k) / steps for k in range(steps)]
@@ -246,8 +253,8 @@ def t_list(schedule, steps, given=()):
 # ---------------------------------------------------------------- samplers
 def rollout(x0_of, noise, ts, schedule, kind, n):
     """(x_t, t (B,)) of a few-step sampler before its call n (from 0), after n calls of x0_of(x_t, t) -> x0.
-    Starts from sigma(ts[0]) noise(0). Before step k x0 is noised to ts[k] by a fresh noise(k) ("sde": exact for
-    consistency functions, any ts) or by the noise of the last step ("ode": DDIM, for denoisers, many steps)."""
+    Starts from sigma(ts[0]) noise(0). Before step k x0 is noised to ts[k], by a fresh noise(k) ("sde": exact
+    for consistency functions, any ts) or the last step's noise ("ode": DDIM, for denoisers, many steps)."""
     known("sampler kind", kind, ("sde", "ode"))
     z = noise(0)
     t = t_like(ts[0], z)

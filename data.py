@@ -252,6 +252,7 @@ class Loader:
         self.ops = augment.chosen(cfg) if self.p else ()
         self.workers, self.queue = cfg.get("workers", 0), deque()
         self.pool = ThreadPoolExecutor(self.workers, "data") if self.workers else None
+        self.pin = torch.cuda.is_available() and cfg.get("device", "") in ("", "cuda")  # so that copies overlap
 
     def __iter__(self):
         return self
@@ -283,7 +284,7 @@ class Loader:
         raw = dict(image=torch.from_numpy(np.stack(images)), label=torch.tensor(labels), id=torch.tensor(ids))
         if self.p:
             raw["augment"] = torch.from_numpy(augment.draw(rngs, self.p, self.ops))
-        return raw
+        return {k: v.pin_memory() for k, v in raw.items()} if self.pin else raw
 
     def close(self):
         """Ends the threads: each stops at its next image."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import ckpt
 import common
+from nets import encoders
 
 
 class Meter:
@@ -143,6 +144,16 @@ def net_lines(nets, trainable):
         train = sum(p.numel() for k, p in net.named_parameters() if k in set(trainable[name]))
         lines.append(f"  {name}: {total:,} parameters, {train:,} trainable")
     return lines
+
+
+def data_line(cfg, dataset, net):
+    """Size and spread of the data: a wrong value range (0..255, latents scaled twice) shows here first."""
+    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 128))]
+    raw = dict(image=torch.stack([torch.as_tensor(image.copy()) for image in some]), label=torch.zeros(len(some)).long() - 1,
+               id=torch.arange(len(some)))
+    std = encoders.encode(raw, cfg, "cpu")["x0"].std().item()
+    return (f"data {cfg['data']}: {len(dataset):,} samples of {tuple(dataset.shape)}, {dataset.classes} classes, std "
+            f"{std:.3f}" + (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else ""))
 
 
 def describe(cfg, nets, trainable, opts, names, world, device, start, changed):

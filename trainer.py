@@ -39,9 +39,10 @@ defaults = dict(
     net="edm:digits",        # network, family:size[,option=value]: edm:cifar10, edm:imagenet64, edm:digits, toy:tiny
     data="digits",           # "digits" (embedded), or a folder of images, a .zip with dataset.json, an .npz
     classes=-1,              # classes the nets are built for: -1 = those of the data, 0 = unconditional
+    val_data="",             # held-out data; "" = the held-out digits, for other data the training data itself
     xflip=False,             # random horizontal flips
     augment=0.0,             # probability of EDM's augmentations; 0 = off
-    augment_ops=(),          # augmentations by name; "" = EDM's published CIFAR-10 set (data.py)
+    augment_ops=(),          # augmentations by name (augment.py); "" = EDM's published CIFAR-10 set
     workers=2,               # background threads that load data; 0 = load in the loop
     teacher="",              # weights of the teacher, path[#entry]
     steps=1,                 # steps of the student's sampler
@@ -170,6 +171,8 @@ def train(method, cfg, changed=(), dry_run=False):
     if rank == 0:
         startup.open_folder(method, cfg, folder, sources, state, start, say)
     say(logs.describe(cfg, nets, trainable, opts, names, world, device, start, changed))
+    if rank == 0:
+        say(logs.data_line(cfg, dataset, nets["student"]))
     if resume.scheduler.resume_details():
         say(resume.scheduler.resume_details())
     wandb = logs.start_wandb(cfg, folder, say) if rank == 0 else None

@@ -44,7 +44,7 @@ config = dict(
 
 presets = dict(
     # Karras 2022, table 7: 200 M images; with EDM's augmentations of CIFAR-10
-    cifar10=dict(net="edm:cifar10", data="cifar10-32x32.zip", xflip=True, augment=0.12, dropout=0.13,
+    cifar10=dict(net="edm:cifar10", data="cifar10-32x32.zip", augment=0.12, dropout=0.13,
                  batch_size=512, max_iter=390625, lr=1e-3, lr_schedule="constant", warmup=19531, cond_dropout=0.0,
                  clip=0.0, ema=("ema:half_kimg=500",), save_every=10000, val_every=10000, sample_every=10000),
     # Karras 2022, table 7: 2500 M images, ADM in fp16

@@ -12,13 +12,13 @@ def encode(raw, cfg, device):
     uncond. Where the loader drew augmentations they are applied here (x0 may then leave [-1, 1]) and both
     conditions carry their labels, augment (B, augment.dim(cfg)).
     """
-    x0 = raw["image"].to(device)
+    x0 = raw["image"].to(device, non_blocking=True)
     x0 = x0.float() / 127.5 - 1 if x0.dtype == torch.uint8 else x0.float()
     cond, uncond = conditions(raw["label"], cfg, device)
     if "augment" in raw:
         x0, labels = augment.apply(x0, raw["augment"], augment.chosen(cfg))
         cond["augment"] = uncond["augment"] = labels
-    return dict(x0=x0, cond=cond, uncond=uncond, id=raw["id"].to(device))
+    return dict(x0=x0, cond=cond, uncond=uncond, id=raw["id"].to(device, non_blocking=True))
 
 
 def decode(x0, cfg):
@@ -34,5 +34,5 @@ def conditions(labels, cfg, device):
     elif classes > 0 and len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < classes:
         raise BadInput(f"classes go from 0 to {classes - 1} (-1 = none), these from {int(labels.min())} to "
                        f"{int(labels.max())}")
-    labels = labels.to(device)
+    labels = labels.to(device, non_blocking=True)
     return dict(label=labels), dict(label=torch.full_like(labels, -1))

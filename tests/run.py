@@ -1,0 +1,170 @@
+"""What test_methods.py and test_trainer.py share: a tiny run of any method file, and fresh processes for ranks."""
+import atexit
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+import ckpt
+import common
+import data
+import startup
+import train
+import trainer
+from nets import encoders
+
+METHODS = sorted(p.stem for p in (trainer.ROOT / "methods").glob("*.py"))
+TINY = dict(net="toy:tiny", device="cpu", batch_size=8, max_iter=12, workers=0, log_every=1, val_every=0, val_batches=1,
+            sample_every=0, save_every=0, wandb="disabled", log_level="warning", group="tests")
+# what a method needs besides: its kind of toy net, fewer steps than its own sampler takes
+EXTRA = dict(
+    sft=dict(steps=2, dropout=0.1),
+)
+
+
+def load(name):
+    """A fresh copy of a method module, which a test may patch."""
+    return train.load_method(trainer.ROOT / "methods" / f"{name}.py")
+
+
+def config(method, **changes):
+    """The method's own config on the toy net, with changes; a method that has a teacher gets a toy one."""
+    cfg = train.resolve(method, [])[0]
+    extra = TINY | EXTRA.get(method.path.stem, {})
+    if method.config.get("teacher"):
+        extra["teacher"] = teacher((extra | changes)["net"])
+    assert {*extra, *changes} <= {*cfg}, {*extra, *changes} - {*cfg}
+    return cfg | extra | changes
+
+
+@cache
+def teacher(spec):
+    """A file with weights of a toy net, drawn once."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    net = common.make_net(spec, label_dim=10)
+    ckpt.materialise(net, "teacher", 1)
+    torch.save(net.state_dict(), folder / "teacher.pth")
+    return str(folder / "teacher.pth")
+
+
+def nets_of(method, cfg):
+    """The nets of a fresh start, filled as the trainer does it."""
+    cfg["classes"] = 10 if cfg["classes"] < 0 else cfg["classes"]
+    with torch.device("meta"):
+        nets = method.build(cfg)
+    inits = method.init(cfg)
+    sources = {s: ckpt.resolve(s) for s in inits.values() if s not in nets}
+    startup.fill(nets, inits, sources, None, {n: [] for n in nets}, cfg)
+    return nets
+
+
+def turn(nets, opts, phase):
+    """requires_grad for one phase, as the trainer sets it; no gradients left."""
+    for name, opt in opts.items():
+        for p in (p for g in opt.param_groups for p in g["params"]):
+            p.requires_grad_(name == phase)
+            p.grad = None
+
+
+def batch_of(cfg, it=0):
+    """The first micro-batch of iteration `it`."""
+    return encoders.encode(next(data.Loader(data.load(cfg), cfg, it)), cfg, "cpu")
+
+
+def phases(method, cfg):
+    """{phase: its first iteration}"""
+    its = {}
+    for it in range(100):
+        its.setdefault(method.phase(it, cfg), it)
+    return its
+
+
+def gradients(nets):
+    """{net.parameter: gradient} of those that have one."""
+    return {f"{n}.{k}": p.grad for n, net in nets.items() for k, p in net.named_parameters() if p.grad is not None}
+
+
+def run(method, cfg):
+    """Trains; -> nets (those of the trainer, with what they hold now), folder, lines of metrics.jsonl."""
+    nets, build = {}, method.build
+    method.build = lambda cfg: nets.update(build(cfg)) or nets
+    try:
+        trainer.train(method, dict(cfg))
+    finally:
+        method.build = build
+    folder = startup.output_folder(cfg)
+    return SimpleNamespace(nets=nets, folder=folder, lines=lines(folder))
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved(folder, it):
+    return ckpt.load(ckpt.path(folder / "checkpoints", it))
+
+
+def differing(a, b, where=""):
+    """Paths at which two nested values are not the same, bit for bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        apart = [f"{where}/{k} only in one" for k in {*a} ^ {*b}]
+        return apart + [d for k in a if k in b for d in differing(a[k], b[k], f"{where}/{k}")]
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [where]
+    return [] if a == b else [where]
+
+
+# ---- processes
+
+SERVER = multiprocessing.get_context("forkserver")      # plain fork breaks autograd where there is a GPU
+SERVER.set_forkserver_preload(["torch", "numpy", "einops", "pytest"])
+
+
+def ranks(world, check, *args, timeout_s=90):
+    """[check(*args) on every rank], each in a new process, over gloo; an error or a hang of any raises."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [SERVER.Process(target=child, args=(rank, world, folder, dict(os.environ), check, args))
+                     for rank in range(world)]
+        for process in processes:
+            process.start()
+        until = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()
+        files = [Path(folder, f"rank{rank}") for rank in range(world)]
+        results = [pickle.loads(f.read_bytes()) if f.exists() else (None, "no answer") for f in files]
+    for rank, (_, error) in enumerate(results):
+        assert error is None, f"rank {rank} of {world}: {error}"
+    return [result for result, _ in results]
+
+
+def child(rank, world, folder, env, check, args):
+    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    start, stores = dist.init_process_group, iter(range(1000))
+
+    def through_a_file():
+        start("gloo", init_method=f"file://{folder}/store{next(stores)}", rank=rank, world_size=world,
+              timeout=timedelta(seconds=30))
+
+    dist.init_process_group = through_a_file
+    try:
+        result = check(*args), None
+    except BaseException:
+        result = None, traceback.format_exc()
+    temporary = Path(folder, f"temporary{rank}")
+    temporary.write_bytes(pickle.dumps(result))
+    temporary.rename(Path(folder, f"rank{rank}"))

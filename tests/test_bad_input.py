@@ -1,0 +1,345 @@
+"""Wrong input ends with one sentence on stderr, exit code 2 and nothing created, before any work."""
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt
+import resume
+import train
+import trainer
+
+ROOT = Path(train.__file__).resolve().parent
+SFT, DMD2 = ROOT / "methods" / "sft.py", ROOT / "methods" / "dmd2.py"
+METHODS = sorted((ROOT / "methods").glob("*.py"))
+TINY = ("--net", "toy:tiny", "--batch_size", "8", "--val_every", "0", "--sample_every", "0", "--log_every", "1",
+        "--wandb", "disabled", "--device", "cpu", "--workers", "0")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """An empty working directory for each test; output goes to out/ below it. No test ends pytest."""
+    def leave(code):
+        raise SystemExit(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path / "out"))
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr(os, "_exit", leave)
+    return tmp_path
+
+
+def run(capsys, method, *args):
+    """(exit code, stdout, stderr) of `python train.py method args`, in this process."""
+    code = 0
+    try:
+        train.main([str(method), *map(str, args)])
+    except SystemExit as e:
+        code = e.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def refused(capsys, method, *args):
+    """The one sentence with which a command is refused; it leaves the directory as it was."""
+    before = sorted(Path.cwd().rglob("*"))
+    code, _, err = run(capsys, method, *args)
+    assert code == 2, (code, err)
+    assert sorted(Path.cwd().rglob("*")) == before
+    sentence = err.strip()
+    assert sentence and "\n" not in sentence and "Traceback" not in sentence
+    return sentence.partition(": ")[2]
+
+
+def write_method(folder, text, name="mine.py"):
+    """A copy of sft.py whose functions are followed (so replaced) by `text`."""
+    (folder / name).write_text(SFT.read_text() + "\n\n" + text)
+    return folder / name
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("args, words", [
+    (("--max_itr", "5"), "--max_itr is not a config key of .*; did you mean --max_iter?"),
+    (("--dryrun",), "did you mean --dry_run?"),
+    (("--zzz", "1"), "--zzz is not a config key of .*; --help lists them"),
+    (("--lr", "1", "--lr=2"), "--lr is given twice"),
+    (("--preset", "cifar10", "--preset", "cifar10"), "--preset is given twice"),
+    (("--lr",), "--lr needs a value"),
+    (("--name", "--dry_run"), "--name needs a value"),
+    (("lr", "1"), "'lr' is not an option; write --key value"),
+    (("--preset", "cifar"), "no preset 'cifar'; it has .*cifar10"),
+    (("--ema", "ema,ema:0.5"), "names an average twice"),
+    (("--ema", "average"), "'average' is not NAME.* beginning with ema"),
+    (("--ema", "ema:1.5"), "0 <= RATE < 1"),
+    (("--max_iter", "10000000"), "10000000 is more than 9999999"),
+    (("--seed", "-1"), "--seed -1 must not be negative"),
+    (("--lr", "-1e-3"), "--lr -0.001 must not be negative"),
+    (("--accum", "0"), "--accum 0 must be at least 1"),
+    (("--batch_size", "10", "--accum", "4"), "10 is not divisible by 1 ranks x accum 4 = 4; nearest 8 or 12"),
+    (("--batch_size", "3", "--accum", "4"), "= 4; nearest 4$"),
+    (("--amp", "bf17"), "--amp 'bf17' is not known; choose from '', 'bf16', 'fp16'"),
+    (("--resume", "yes"), "--resume 'yes' is not known; choose from 'auto', 'force', ''"),
+    (("--lr_schedule", "cosin"), "cosin.*cosine"),
+    (("--device", "gpu"), "--device gpu cannot be used"),
+    (("--data", "nowhere.zip"), "--data nowhere.zip does not exist"),
+    (("--net", "edn:digits"), "edn.*edm"),
+    (("--net", "edm:digit"), "digit.*digits"),
+    (("--net", "edm:digits,dropuot=0.1"), "dropuot.*dropout"),
+    (("--net", "edm:cifar10"), r"samples of shape \(1, 8, 8\), --net edm:cifar10 takes \(3, 32, 32\)"),
+    (("--val_settings", "guidence=2"), "--val_settings names 'guidence'"),
+    (("--val_settings", "guidance=two"), "'two' does not fit"),
+])
+def test_a_mistake_on_the_command_line_is_one_sentence(capsys, args, words):
+    given = [a for pair in zip(TINY[::2], TINY[1::2]) if pair[0] not in args for a in pair]
+    assert re.search(words, refused(capsys, SFT, *given, *args)), words
+
+
+@pytest.mark.parametrize("default, text, value", [
+    (0.1, "1e-4", 1e-4), (0.1, "1E-4", 1e-4), (0.1, ".5", 0.5), (0.1, "-1", -1.0), (0.1, "-1e-3", -1e-3),
+    (0.1, "3", 3.0), (0.1, "inf", float("inf")),
+    (1, "1e4", 10000), (1, "10e2", 1000), (1, "1_000", 1000), (1, "-1", -1), (1, "4.0", 4),
+    (1, "9007199254740993", 9007199254740993),                      # above 2 ** 53: not by way of a float
+    (False, "True", True), (False, "true", True), (True, "False", False), (True, "0", False), (False, "1", True),
+    ("x", "None", "None"), ("x", "1e-4", "1e-4"), ("x", "", ""), ("x", "b=c", "b=c"), ("x", "my run", "my run"),
+    ((), "0.999,0.75,0", (0.999, 0.75, 0)), ((), "[0.999,0.75,0]", (0.999, 0.75, 0)), ((), "(1, 2)", (1, 2)),
+    ((), "", ()), ((), "[]", ()), ((), "a,b", ("a", "b")), ((0.9, 0.999), "0,0.99", (0, 0.99)),
+    (("ema",), "ema:0.999,ema_long", ("ema:0.999", "ema_long")),
+])
+def test_the_type_of_the_default_decides_what_a_value_means(default, text, value):
+    got = train.parse("key", text, default, "here")
+    assert got == value and type(got) is type(value)
+    assert not isinstance(got, tuple) or list(map(type, got)) == list(map(type, value))
+
+
+@pytest.mark.parametrize("key, text, kind", [
+    ("lr", "fast", "a number"), ("lr", "nan", "a number"), ("lr", "", "a number"), ("lr", "None", "a number"),
+    ("lr", "1e-4x", "a number"), ("lr", "1,5", "a number"), ("max_iter", "3.5", "a whole number"),
+    ("max_iter", "None", "a whole number"), ("max_iter", "inf", "a whole number"),
+    ("max_iter", "true", "a whole number"), ("xflip", "yes", "true, false"), ("xflip", "2", "true, false"),
+    ("xflip", "", "true, false"), ("betas", "0.9,high", "numbers"), ("betas", "(0.9", "numbers"),
+])
+def test_a_value_of_the_wrong_type_is_refused(capsys, key, text, kind):
+    sentence = refused(capsys, SFT, f"--{key}={text}")
+    assert sentence.startswith(f"--{key} {text!r} does not fit") and kind in sentence.split("give ")[1]
+
+
+def test_a_value_may_hold_equals_signs_and_spaces(capsys):
+    code, out, _ = run(capsys, SFT, *TINY, "--name=a=b c", "--dry_run")
+    assert code == 0 and "* name = 'a=b c'" in out and "out/fewstep/digits/a=b c" in out
+
+
+def test_authority_is_defaults_then_method_then_preset_then_command_line(here):
+    text = SFT.read_text().replace("presets = dict(", "presets = dict(\n    small=dict(lr=3, warmup=7, seed=5),")
+    (here / "mine.py").write_text(text)
+    method = train.load_method(here / "mine.py")
+    cfg, changed, options = train.resolve(method, ["--warmup", "9", "--preset", "small"])
+    assert (cfg["seed"], cfg["lr"], cfg["warmup"], cfg["steps"]) == (5, 3.0, 9, 18) and type(cfg["lr"]) is float
+    assert cfg["clip"] == trainer.defaults["clip"] and cfg["name"] == "mine_small" and cfg["group"] == "digits"
+    assert changed.keys() == {"seed", "lr", "warmup", "name", "group"} and options == {"preset": "small"}
+
+
+def test_a_preset_that_does_not_fit_the_method_is_refused(capsys, here):
+    path = here / "mine.py"
+    path.write_text(SFT.read_text() + "\npresets = dict(a=dict(lrate=1.0), b=dict(warmup=0.5))\n")
+    assert "--lrate is not a config key of mine.py (preset a); did you mean" in refused(capsys, path, "--preset", "a")
+    assert "preset b has warmup = 0.5" in refused(capsys, path, "--preset", "b")
+
+
+# ---- method files --------------------------------------------------------------------------------------------------
+
+def test_a_method_file_that_is_missing_or_incomplete_is_refused(capsys, here):
+    assert "nosuch.py does not exist; there are" in refused(capsys, "nosuch.py")
+    (here / "broken.py").write_text("config = dict(\ndef build(cfg): pass\n")
+    assert "broken.py line" in refused(capsys, here / "broken.py")
+    (here / "half.py").write_text(SFT.read_text().replace("def step(", "def stepp(").replace("def init(", "def ini("))
+    assert "half.py lacks init, step; a method file has config, build," in refused(capsys, here / "half.py")
+    (here / "list.py").write_text(SFT.read_text().replace("betas=(0.9, 0.999)", "betas=[0.9, 0.999]"))
+    assert "config['betas'] is a list; use int," in refused(capsys, here / "list.py")
+
+
+@pytest.mark.parametrize("text, words", [
+    ("def phase(it, cfg): return 'fake' if it == 3 else 'student'", r"phase 'fake' \(it 3\) has no optimizer"),
+    ("def optimizers(nets, cfg):\n    *most, last = nets['student'].parameters()\n"
+     "    return dict(student=common.optimizer(most))",
+     r"parameter student\.\S+ is trainable and in 0 optimizers"),
+    ("def optimizers(nets, cfg):\n    ps = list(nets['student'].parameters())\n"
+     "    return dict(student=common.optimizer(ps), fake=common.optimizer(ps[:1]))",
+     r"parameter student\.\S+ is trainable and in 2 optimizers"),
+    ("old_build = build\ndef build(cfg):\n    nets = old_build(cfg)\n"
+     "    next(nets['student'].parameters()).requires_grad_(False)\n    return nets",
+     r"parameter student\.\S+ is frozen and in 1 optimizers"),
+    ("old_optimizers = optimizers\ndef optimizers(nets, cfg):\n"
+     "    return old_optimizers(nets, cfg) | dict(fake=common.optimizer([torch.nn.Parameter(torch.ones(2))]))",
+     "optimizers.. holds 1 parameters of no net"),
+    ("old_build = build\ndef build(cfg): return dict(generator=old_build(cfg)['student'])",
+     "build.. returns generator; the net that samples is named student"),
+])
+def test_a_method_whose_optimizers_or_nets_break_the_contract_is_refused(capsys, here, text, words):
+    assert re.search(words, refused(capsys, write_method(here, text), *TINY))
+
+
+def test_a_loss_that_depends_on_no_parameter_is_named(capsys, here):
+    path = write_method(here, "def step(nets, batch, it, cfg):\n    return torch.ones(()), {}")
+    code, _, err = run(capsys, path, *TINY, "--max_iter", "2")
+    assert code == 2 and "step() at it 0 (phase 'student') returned a loss that" in err and err.count("\n") == 1
+
+
+# ---- files and folders ---------------------------------------------------------------------------------------------
+
+def test_a_missing_teacher_names_the_command_that_makes_one(capsys):
+    sentence = refused(capsys, DMD2, *TINY, "--teacher", "nowhere.pth")
+    assert "nowhere.pth does not exist; make one with `torchrun train.py methods/sft.py --net toy:tiny" in sentence
+    assert "--teacher PATH[#ENTRY]" in sentence
+    Path("empty").mkdir()
+    assert "empty holds no checkpoints; make one with" in refused(capsys, DMD2, *TINY, "--teacher", "empty")
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(capsys, here, monkeypatch):
+    (here / "file").touch()
+    for root in (here / "file" / "below", "/proc/nowhere"):
+        monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", str(root))
+        sentence = refused(capsys, SFT, *TINY)
+        assert f"output folder {root}/fewstep/digits/sft is not writable" in sentence
+        assert "set FEWSTEP_OUTPUT_ROOT" in sentence
+
+
+def test_data_without_images_is_named(capsys, here):
+    (here / "pictures").mkdir()
+    (here / "pictures" / "notes.txt").touch()
+    assert "pictures holds no images (looked for .png" in refused(capsys, SFT, *TINY, "--data", "pictures")
+    np.savez(here / "set.npz", image=np.zeros((0, 8, 8, 1), np.uint8))
+    assert "holds no images" in refused(capsys, SFT, *TINY, "--data", "set.npz")
+
+
+def test_a_folder_of_another_run_is_refused_and_the_ways_on_work(capsys, here):
+    """One folder with a checkpoint meets another method, a changed method file, --resume "" and weights of a net
+    of another size."""
+    mine = write_method(here, "")
+    folder = here / "out" / "fewstep" / "digits" / "run"
+    command = (*TINY, "--name", "run", "--save_every", "2")
+    assert run(capsys, mine, *command, "--max_iter", "2")[0] == 0
+    assert ckpt.scan(folder / "checkpoints") == [2]
+    assert "is a run of mine, not of sft; use --name NEW" in refused(capsys, SFT, *command)
+    sentence = refused(capsys, mine, *command, "--resume", "")
+    assert "holds checkpoints" in sentence and "--name NEW" in sentence and "--resume auto" in sentence
+    wider = [a.replace("toy:tiny", "toy:tiny,dim=48") for a in command]
+    before = (folder / "config.json").read_bytes()
+    assert re.search("weights of student .* do not fit the net: .*misshapen", refused(capsys, mine, *wider))
+    assert (folder / "config.json").read_bytes() == before
+
+    mine.write_text(mine.read_text() + "\n# changed\n")
+    sentence = refused(capsys, mine, *command, "--max_iter", "4")
+    assert "has changed since" in sentence and "--name NEW" in sentence and "--resume force" in sentence
+    code, out, _ = run(capsys, mine, *command, "--max_iter", "4", "--resume", "force")
+    assert code == 0 and "continuing at iteration 2" in out and ckpt.scan(folder / "checkpoints") == [2, 4]
+    assert (folder / "method.py").read_bytes() == mine.read_bytes()
+    code, out, _ = run(capsys, mine, *command, "--max_iter", "5", "--log_level", "warning")      # now it is the file
+    assert code == 0 and "config differs from the checkpoint: max_iter was 4, now 5" in out
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(capsys, here):
+    command = (SFT, *TINY, "--save_every", "2", "--log_level", "warning")
+    folder = here / "out" / "fewstep" / "digits" / "sft"
+    assert run(capsys, *command, "--max_iter", "6")[0] == 0
+    whole = {n: torch.load(ckpt.path(folder / "checkpoints", n)) for n in (4, 6)}
+    file = ckpt.path(folder / "checkpoints", 6)
+    file.write_bytes(file.read_bytes()[:-100])
+    code, out, err = run(capsys, *command, "--max_iter", "6")
+    assert code == 0, err
+    assert re.search(r"WARNING: \S+0000006\.pth cannot be read .*falling back", out)
+    again = torch.load(file)                                        # repeated from 4, to the same weights
+    assert all(torch.equal(a, whole[6]["nets"]["student"][k]) for k, a in again["nets"]["student"].items())
+    assert [json.loads(line)["it"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
+    # one flipped byte of a weight: the archive still opens
+    data = bytearray(file.read_bytes())
+    data[data.find(again["nets"]["student"]["time.0.weight"].numpy().tobytes()[:64])] ^= 1
+    file.write_bytes(data)
+    assert "0000006.pth is damaged (wrong checksum" in run(capsys, *command, "--max_iter", "6")[1]
+    for n in ckpt.scan(folder / "checkpoints"):
+        ckpt.path(folder / "checkpoints", n).write_bytes(b"")
+    sentence = refused(capsys, *command, "--max_iter", "6").splitlines()[-1]
+    assert f"no checkpoint in {folder} can be read" in sentence
+
+
+def test_a_finished_run_says_so_and_changes_nothing(capsys, here):
+    command = (SFT, *TINY, "--max_iter", "3")
+    assert run(capsys, *command)[0] == 0
+    files = {p: p.read_bytes() for p in here.rglob("*") if p.is_file()}
+    for extra in ((), ("--max_iter", "2"), ("--stop_at", "2")):
+        code, out, _ = run(capsys, *[a for a in command if not extra or a not in ("--max_iter", "3")], *extra)
+        assert code == 0 and "nothing to do" in out and "has done 3 iterations" in out
+        assert {p: p.read_bytes() for p in here.rglob("*") if p.is_file()} == files
+
+
+def test_two_runs_in_one_folder_are_refused(capsys, here, monkeypatch):
+    import fcntl
+    assert run(capsys, SFT, *TINY, "--max_iter", "1")[0] == 0
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with open(here / "out" / "fewstep" / "digits" / "sft" / ".lock") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert "is in use by another run" in refused(capsys, SFT, *TINY, "--max_iter", "2")
+    assert run(capsys, SFT, *TINY, "--max_iter", "2")[0] == 0
+
+
+# ---- help and dry run ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda p: p.stem)
+def test_help_lists_every_key_with_a_comment(capsys, path):
+    code, out, _ = run(capsys, path, "--help")
+    method = train.load_method(path)
+    lines = [line.split(None, 2) for line in out.splitlines() if line.startswith("  --")]
+    assert code == 0 and not list(Path.cwd().iterdir())
+    listed = [words[0][2:] for words in lines]
+    assert sorted(listed) == sorted({**trainer.defaults, **method.config})      # each once
+    blank = [line for line in out.splitlines() if re.fullmatch(r"  --\w+ +(\S+|\(.*\))\s*", line)]
+    assert not blank, "keys without a comment:\n" + "\n".join(blank)
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda p: p.stem)
+def test_dry_run_creates_nothing_and_marks_what_changed(capsys, path):
+    assert run(capsys, SFT, *TINY, "--max_iter", "1", "--name", "teacher")[0] == 0
+    before = sorted(Path.cwd().rglob("*"))
+    code, out, err = run(capsys, path, *TINY, "--teacher", "out/fewstep/digits/teacher", "--lr", "0.5", "--dry_run")
+    assert code == 0, err
+    assert sorted(Path.cwd().rglob("*")) == before
+    was = train.load_method(path).config["lr"]
+    assert f"* lr = 0.5   (default {was!r})\n" in out and "\n  seed = 0\n" in out and "student: " in out
+    assert "batch 8 = 8 per rank x accum 1 x 1 ranks" in out and "GB for weights" in out
+
+
+def test_no_arguments_print_the_usage(capsys):
+    with pytest.raises(SystemExit) as leave:
+        train.main([])
+    assert leave.value.code == 2 and "torchrun train.py methods/dmd2.py" in capsys.readouterr().out
+
+
+# ---- real processes ------------------------------------------------------------------------------------------------
+
+def launch(*command):
+    env = os.environ | dict(OMP_NUM_THREADS="1")
+    began = time.time()
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=env, timeout=60)
+    return done.returncode, done.stdout, done.stderr, time.time() - began
+
+
+def test_a_refused_command_exits_with_2_and_says_nothing_else(here):
+    code, out, err, _ = launch(ROOT / "train.py", SFT, "--max_itr", "5")
+    assert (code, out) == (2, "") and re.fullmatch(r"train.py: --max_itr is not .*\?\n", err)
+    assert list(here.iterdir()) == []
+
+
+def test_under_torchrun_the_sentence_appears_once_and_soon(here):
+    code, out, err, seconds = launch("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                                     ROOT / "train.py", SFT, *TINY[:2], "--batch_size", "9")
+    assert code == 1 and seconds < 15
+    assert (out + err).count("batch_size 9 is not divisible by 2 ranks x accum 1 = 2; nearest 8 or 10") == 1
+    assert "train.py" not in re.sub(r"torch[^\n]*|batch_size 9[^\n]*", "", err) or err.count("Traceback") == 1
+    assert list(here.iterdir()) == []
