@@ -32,7 +32,8 @@ def scan(folder):
 
 
 def write(file, save):
-    """Call save(temporary name), sync it, and put it in place of `file` in one step."""
+    """Call save(temporary name), sync it, and put it in place of `file` in one step. Raises BadInput that names
+    the file if that fails; what was there before stays."""
     file = Path(file)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -45,25 +46,24 @@ def write(file, save):
             os.fsync(folder)
         finally:
             os.close(folder)
+    except (OSError, RuntimeError) as e:                # torch reports a full disk as a RuntimeError
+        raise BadInput(f"could not write {file} ({str(e).splitlines()[0]}); what was there before is untouched, free "
+                       f"some space and start again to continue") from e
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def save(file, state):
-    """Write a checkpoint, with one retry (a network file system hiccups; a full disk may just have been cleared).
-    Raises RuntimeError that names the file; what was there before stays."""
-    for attempt in (0, 1):
-        try:
-            return write(file, lambda temporary: torch.save(state, temporary))
-        except (OSError, RuntimeError) as e:            # torch reports a full disk as a RuntimeError
-            if attempt:
-                raise RuntimeError(f"could not write {file} ({str(e).splitlines()[0]}); earlier checkpoints "
-                                   f"are untouched, free some space and start again to continue") from e
+    """Write a checkpoint, with one retry (a network file system hiccups; a full disk may just have been cleared)."""
+    try:
+        write(file, lambda temporary: torch.save(state, temporary))
+    except BadInput:
+        write(file, lambda temporary: torch.save(state, temporary))
 
 
 def sweep(folder):
-    """Remove what a killed save left behind."""
-    for f in Path(folder).glob(".*.tmp"):
+    """Remove what a killed save left behind, in `folder` and below."""
+    for f in Path(folder).rglob(".*.tmp"):
         f.unlink(missing_ok=True)
 
 

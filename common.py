@@ -31,8 +31,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+
 class BadInput(Exception):
     """Input that cannot work, in one sentence: the value, what was expected, the cure. train.py exits 2."""
+
 
 def known(what, value, names):
     """Raises BadInput, naming the nearest and all names, unless value is one of them."""
@@ -41,6 +43,7 @@ def known(what, value, names):
         hint = f"did you mean {close[0]}? " if close else ""
         raise BadInput(f"{what} {value!r} is not known; {hint}known: {', '.join(names)}")
 
+
 def number(what, text):
     """float(text), or BadInput."""
     try:
@@ -48,15 +51,19 @@ def number(what, text):
     except ValueError:
         raise BadInput(f"{what}: {text!r} is not a number") from None
 
+
 # ---------------------------------------------------------------- schedules
+
 # name: t_min, t_max of training and sampling; the largest t that may be asked for (sCM trains to 800 on edm)
 schedules = dict(edm=(0.002, 80.0, math.inf), rf=(0.0, 0.999, 1.0), trig=(0.0, math.pi / 2, math.pi / 2),
                  **dict.fromkeys(("sd", "sdxl", "dit", "cogvideox", "cogvideox2b"), (0.0, 0.999, 0.999)))
+
 
 def t_range(schedule):
     """(t_min, t_max): the range of training and sampling unless told otherwise."""
     known("schedule", schedule, schedules)
     return schedules[schedule][:2]
+
 
 @functools.lru_cache(maxsize=None)
 def alpha_table(schedule, device, dtype):
@@ -70,10 +77,12 @@ def alpha_table(schedule, device, dtype):
         abar = ((q - q[-1]) * q[0] / (q[0] - q[-1])) ** 2
     return torch.from_numpy(np.sqrt(abar)).to(device, dtype)
 
+
 def wide(x):
     """x, or a number, as a tensor of at least float32."""
     x = x if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64)
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
 
 def curve(schedule, t):
     """alpha, sigma, d alpha/dt, d sigma/dt in t's shape and dtype, float32 at least.
@@ -93,18 +102,22 @@ def curve(schedule, t):
     sigma = (1 - alpha ** 2).sqrt()
     return alpha, sigma, 1000 * rise, -1000 * rise * alpha / sigma
 
+
 def alpha_sigma(schedule, t):
     """alpha, sigma of `curve`."""
     return curve(schedule, t)[:2]
+
 
 def alpha_sigma_prime(schedule, t):
     """d alpha/dt, d sigma/dt of `curve`: the exact derivative of alpha_sigma."""
     return curve(schedule, t)[2:]
 
+
 def interp(x, xs, ys):
     """Piecewise linear y(x) through (xs, ys), xs ascending, extended beyond the ends."""
     i = torch.searchsorted(xs, x.detach().contiguous()).clamp(1, len(xs) - 1)
     return ys[i - 1] + (x - xs[i - 1]) * ((ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1]))
+
 
 def t_from_ratio(schedule, sigma_over_alpha):
     """The t at which sigma/alpha has this value (inf allowed): takes a time from one schedule to another."""
@@ -115,12 +128,15 @@ def t_from_ratio(schedule, sigma_over_alpha):
     ts = torch.arange(999, -1, -1, device=ratio.device, dtype=ratio.dtype) / 1000
     return interp((1 + ratio ** 2).rsqrt(), alphas, ts).clamp(0, 0.999)
 
+
 def t_like(value, x):
     """One time for the whole batch x: (B,) float64 (float32 on MPS)."""
     dtype = torch.float32 if x.device.type == "mps" else torch.float64
     return torch.full((len(x),), float(value), dtype=dtype, device=x.device)
 
+
 # ---------------------------------------------------------------- noising and predictions
+
 def expand(a, x):
     """Coefficients (B,) or (B, F) shaped to multiply x (B, C, [F,] H, W), in x's dtype, float32 at least."""
     frames = a.shape[1:]
@@ -128,10 +144,12 @@ def expand(a, x):
     shape = (len(a), 1, *frames, *[1] * (x.dim() - 3)) if frames else (len(a), *[1] * (x.dim() - 1))
     return a.reshape(shape).to(torch.promote_types(x.dtype, torch.float32))
 
+
 def add_noise(schedule, x0, eps, t):
     """x_t = alpha x0 + sigma eps, computed in at least float32, in x0's dtype."""
     alpha, sigma = alpha_sigma(schedule, t)
     return (expand(alpha, x0) * x0 + expand(sigma, x0) * eps).to(x0.dtype)
+
 
 def mix(kind, schedule, t):
     """p, q, det with kind = p x0 + q eps; det = alpha q - sigma p solves (x_t, kind) for (x0, eps)."""
@@ -140,6 +158,7 @@ def mix(kind, schedule, t):
     zero, one = torch.zeros_like(sigma), torch.ones_like(sigma)
     p, q = {"x0": (one, zero), "eps": (zero, one), "v": (-sigma, alpha), "flow": prime}[kind]
     return p, q, alpha * q - sigma * p
+
 
 def convert(schedule, x_t, pred, t, source, target):
     """A prediction of type `source` as type `target`, of "x0" "eps" "v" "flow", in at least float32.
@@ -151,9 +170,11 @@ def convert(schedule, x_t, pred, t, source, target):
     det = det.clamp(max=-1e-6) if source == "x0" else det.clamp(min=1e-6)
     return expand((P * q - Q * p) / det, x_t) * x_t + expand(Det / det, x_t) * pred
 
+
 def guide(cond, uncond, guidance):
     """Classifier-free guidance: 1 = conditional, 0 = unconditional."""
     return cond + (guidance - 1) * (cond - uncond)
+
 
 def predict(net, x_t, t, cond, target="x0", uncond=None, guidance=1.0, **kw):
     """The net's prediction as `target`, guided; kw goes to the net. One pass at guidance 0 or 1, else two.
@@ -170,11 +191,15 @@ def predict(net, x_t, t, cond, target="x0", uncond=None, guidance=1.0, **kw):
     pred = convert(net.schedule, x_t, pred, t, net.pred, target)
     return pred if rest is None else {**rest, "out": pred}
 
+
 # ---------------------------------------------------------------- times: p(t), step lists
+
 def karras(n, t_min, t_max, rho=7.0):
     """EDM's n noise levels, descending from t_max to t_min: float64 (n,). Karras 2022, eq. 5."""
-    u, lo, hi = torch.linspace(0, 1, n, dtype=torch.float64, device="cpu"), t_min ** (1 / rho), t_max ** (1 / rho)
+    u = torch.linspace(0, 1, n, dtype=torch.float64, device="cpu")
+    lo, hi = t_min ** (1 / rho), t_max ** (1 / rho)
     return ((hi + u * (lo - hi)) ** rho).clamp(t_min, t_max)
+
 
 @functools.lru_cache(maxsize=16)
 def student_t(df, lo, hi, device, dtype):
@@ -185,8 +210,9 @@ def student_t(df, lo, hi, device, dtype):
     cdf = np.concatenate([[0.0], np.cumsum(mass[1:] + mass[:-1])])
     return torch.from_numpy(cdf / cdf[-1]).to(device, dtype), torch.from_numpy(z).to(device, dtype)
 
+
 @functools.lru_cache(maxsize=16)
-def _polynomial(lo, hi, device, dtype):
+def polynomial(lo, hi, device, dtype):
     """Points 2 .. 998 of the 1000-point grid that lie in [lo, hi], ascending."""
     grid = karras(1000, *t_range("edm")).flip(0)[2:999]
     return grid[(grid >= lo) & (grid <= hi)].to(device, dtype)
@@ -214,8 +240,7 @@ def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_mi
     elif dist == "logitnormal":
         t = lo + (hi - lo) * torch.sigmoid(mean + std * torch.special.ndtri(u))
     elif dist == "polynomial":
-        grid = karras(1000, *t_range(schedule)).flip(0)[2:999]
-        grid = grid[(grid >= lo) & (grid <= hi)].to(u, non_blocking=True)
+        grid = polynomial(lo, hi, u.device, u.dtype)
         t = grid[(len(grid) * u).long()]
     elif dist == "lognormal":
         below, upto = (0.5 * math.erfc(-z / math.sqrt(2)) for z in (a, b))
@@ -224,12 +249,14 @@ def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_mi
         t = torch.exp(mean + std * interp(u, *student_t(df, a, b, u.device, u.dtype)))
     return t.clamp(lo, hi)
 
+
 def sample_t(n, dist, schedule, device, **params):
     """n draws from the device's default generator, params of t_quantile: (n,) float64 (float32 on MPS)."""
     if torch.device(device).type == "mps":
         u = torch.rand(n, device=device).cpu().double()
         return t_quantile(u, dist, schedule, **params).float().to(device)
     return t_quantile(torch.rand(n, dtype=torch.float64, device=device), dist, schedule, **params)
+
 
 def t_list(schedule, steps, given=()):
     """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0.
@@ -250,7 +277,9 @@ def t_list(schedule, steps, given=()):
         ts = [t_max * (steps - k) / steps for k in range(steps)]
     return ts + [0.0]
 
+
 # ---------------------------------------------------------------- samplers
+
 def rollout(x0_of, noise, ts, schedule, kind, n):
     """(x_t, t (B,)) of a few-step sampler before its call n (from 0), after n calls of x0_of(x_t, t) -> x0.
     Starts from sigma(ts[0]) noise(0). Before step k x0 is noised to ts[k], by a fresh noise(k) ("sde": exact
@@ -266,9 +295,11 @@ def rollout(x0_of, noise, ts, schedule, kind, n):
         x = add_noise(schedule, wide(x0), eps, t)
     return x, t
 
+
 def few_step(x0_of, noise, ts, schedule, kind="sde"):
     """x0 of a student's sampler over ts = t_list(...), whose last time is 0: one call after `rollout`."""
     return x0_of(*rollout(x0_of, noise, ts, schedule, kind, len(ts) - 2))
+
 
 def heun(net, noise, cond, steps, uncond=None, guidance=1.0):
     """The teacher's sampler: dx/dt = flow by Heun from sigma noise(0), 2 steps - 1 calls per condition.
@@ -284,7 +315,9 @@ def heun(net, noise, cond, steps, uncond=None, guidance=1.0):
         x = x + (t_next - t) * (d + d_next) / 2
     return predict(net, x, t_like(ts[-1], x), cond, "x0", uncond, guidance)
 
+
 # ---------------------------------------------------------------- losses
+
 def loss_weight(weight, schedule, t, pred, sigma_data=0.5):
     """The factor, in t's shape, that turns squared errors of `pred` into the loss called `weight`.
     "unit": 1. "x0" "eps" "v" "flow": as if the error were taken there, det / sigma times the error of x0.
@@ -305,6 +338,7 @@ def loss_weight(weight, schedule, t, pred, sigma_data=0.5):
         on_x0 = on_x0[weight]
     return on_x0 / (mix(pred, schedule, t)[2] / sigma) ** 2
 
+
 def denoising_loss(net, x0, t, eps, cond, pred="", weight="", sigma_data=0.0, **kw):
     """Weighted squared error of the net at x_t, mean over all dims but the batch: (B,) in at least float32.
     pred: the space of the error, "" = the net's own. weight as in loss_weight; "" = "edm" for x0 errors on
@@ -321,6 +355,7 @@ def denoising_loss(net, x0, t, eps, cond, pred="", weight="", sigma_data=0.0, **
         loss = loss / wide(out["logvar"]).exp() + out["logvar"]
     return (loss, out["taps"]) if kw.get("taps") else loss
 
+
 def dmd_loss(x, x0_teacher, x0_fake):
     """Distribution matching: 0.5 mean((x - sg[x - w (fake - teacher)])^2), w = 1 / mean|x - teacher| per
     sample. Its gradient is w (fake - teacher) / numel exactly; at least float32. Yin 2024, eq. 7 and 8."""
@@ -329,10 +364,12 @@ def dmd_loss(x, x0_teacher, x0_fake):
     grad = expand(w, x) * (x0_fake - x0_teacher)
     return 0.5 * (x - x.detach() + grad).square().mean()  # not x - (x - grad), which rounds grad away
 
+
 def gan_loss_g(logits, kind="softplus"):
     """The generator's loss on the logits (high = real) of its samples, non-saturating or hinge."""
     known("GAN loss", kind, ("softplus", "hinge"))
     return F.softplus(-wide(logits)).mean() if kind == "softplus" else -wide(logits).mean()
+
 
 def gan_loss_d(real, fake, kind="softplus"):
     """The discriminator's loss: mean over real + mean over fake logits; 2 ln 2 if it sees no difference."""
@@ -340,12 +377,15 @@ def gan_loss_d(real, fake, kind="softplus"):
     cost = F.softplus if kind == "softplus" else lambda x: F.relu(1 + x)
     return cost(-wide(real)).mean() + cost(wide(fake)).mean()
 
+
 def r1_approx(logits, logits_perturbed):
     """Mean squared change of the logits as the NOISED real x_t moves by std * noise: std^2 |grad D|^2 (APT).
     FastGen moves the clean image, which penalises the noise itself."""
     return (wide(logits) - wide(logits_perturbed)).square().mean()
 
+
 # ---------------------------------------------------------------- rates as functions of counts
+
 def lr_factor(schedule, count, warmup, total):
     """Factor on the learning rate of the update that follows `count` applied ones, of `total`.
     Linear warm-up (count + 1) / warmup: the first update is not wasted on 0, the warmup-th has the full rate.
@@ -358,8 +398,12 @@ def lr_factor(schedule, count, warmup, total):
         done = (count - warmup) / (last - warmup) if last > warmup else float(count >= last)
         decay = floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2
     elif name == "inv_sqrt":
-        decay = max(count / number("lr_schedule inv_sqrt:N", value), 1.0) ** -0.5
+        updates = number("lr_schedule inv_sqrt:N", value)
+        if updates <= 0:
+            raise BadInput(f"lr_schedule {schedule}: N must be above 0")
+        decay = max(count / updates, 1.0) ** -0.5
     return decay * min(1.0, (count + 1) / max(warmup, 1))
+
 
 def parse_ema(entry):
     """"ema" | "ema:0.999" | "ema:power=0.05" | "ema:half_kimg=500" -> (name, "rate" or the word, value)."""
@@ -371,6 +415,7 @@ def parse_ema(entry):
         raise BadInput(f"ema entry {entry!r} is not NAME[:RATE], NAME:power=WIDTH or NAME:half_kimg=N with "
                        "NAME beginning with ema, 0 <= RATE < 1, 0 < WIDTH < 0.2886, N > 0")
     return name, kind, value
+
 
 def ema_beta(entry, n, batch_size):
     """beta of ema <- beta ema + (1 - beta) student after the n-th (1-based) student update.
@@ -384,7 +429,9 @@ def ema_beta(entry, n, batch_size):
         return 0.5 ** (batch_size / min(1000 * value, 0.05 * n * batch_size))
     return value
 
+
 # ---------------------------------------------------------------- ranks and randomness
+
 def all_mean(x):
     """Mean of tensor x over the ranks, detached; x itself in a single process. Every rank must call it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -393,12 +440,14 @@ def all_mean(x):
     torch.distributed.all_reduce(x)
     return x / torch.distributed.get_world_size()
 
+
 def from_rank0(value, group):
     """Rank 0's value (any small object) on every rank of `group`, a gloo group or None for one process."""
     box = [value]
     if group is not None:
         torch.distributed.broadcast_object_list(box, src=0, group=group)
     return box[0]
+
 
 def hash_seed(*keys):
     """A 63-bit seed from ints and strings, unrelated for different keys (seed + it + rank would collide)."""
@@ -407,6 +456,7 @@ def hash_seed(*keys):
         k = zlib.crc32(key.encode()) if isinstance(key, str) else int(key) % 2 ** 64
         words += [k % 2 ** 32, k >> 32, isinstance(key, str)]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
+
 
 def seed_default(seed):
     """Seeds the default generators: torch's on the CPU and the current device, numpy's, random's.
@@ -419,23 +469,27 @@ def seed_default(seed):
     elif torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
 
+
 def shared_generator(seed, it):
     """CPU generator for decisions equal on all ranks (an exit step): a function of (seed, it) alone."""
     return torch.Generator().manual_seed(hash_seed("shared", seed, it))
 
+
 def noise_fn(seed, ids, shape, device):
     """noise(k) -> (B, *shape) float32, each sample a function of (seed, id, k) alone, drawn on the CPU."""
-    def noise(k):
-        gens = (torch.Generator().manual_seed(hash_seed(seed, int(i), k)) for i in ids)
-        draws = [torch.randn(shape, generator=g) for g in gens]
-        return (torch.stack(draws) if draws else torch.empty(0, *shape)).to(device)
+    def noise(k):  # numpy's generator takes all 63 bits of a seed; torch's takes 32, too few for 50,000 samples
+        draws = [np.random.default_rng(hash_seed(seed, int(i), k)).standard_normal(shape, np.float32) for i in ids]
+        return torch.from_numpy(np.stack(draws) if draws else np.empty((0, *shape), np.float32)).to(device)
     return functools.cache(noise)
+
 
 def train_noise(shape, device):
     """noise(k) -> shape = (B, C, [F,] H, W) float32 from the device's default generator, one tensor per k."""
     return functools.cache(lambda k: torch.randn(shape, device=device))
 
+
 # ---------------------------------------------------------------- conditions, nets, optimizers
+
 def drop_condition(cond, uncond, p, keep=()):
     """Per sample, with probability p, uncond's entries: one mask for all keys but those in `keep`."""
     if p == 0 or not cond:
@@ -445,6 +499,7 @@ def drop_condition(cond, uncond, p, keep=()):
     drop = {k: torch.where(mask.reshape(-1, *[1] * (v.dim() - 1)), uncond[k], v) for k, v in cond.items()
             if k not in keep}
     return {**cond, **drop}
+
 
 def make_net(spec, **options):
     """"edm:cifar10,label_dim=20" -> make("cifar10", label_dim=20) of nets/edm.py; the spec's options win."""
@@ -474,6 +529,7 @@ def make_net(spec, **options):
             takes = inspect.signature(getattr(module, found[1])).parameters
             known(f"net {spec}: option", found[2], [name for name in takes if name != "size"])
         raise
+
 
 def optimizer(groups, name="adamw", lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
     """torch's "adamw", "adam" or "radam" over parameters or groups of them."""

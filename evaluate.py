@@ -1,17 +1,18 @@
 """Score checkpoints of a run on the embedded digits: Fréchet distance, label agreement, memorisation.
 
-    python evaluate.py outputs/fewstep/digits/dmd2                the newest checkpoint: first EMA, and the teacher
-    python evaluate.py RUN --all --net student,ema --steps 1,2    every checkpoint, some nets, some step counts
-    torchrun --nproc_per_node 2 evaluate.py RUN                   the ranks share the sampling; the same numbers
+    python evaluate.py outputs/fewstep/digits/dmd2                newest checkpoint: first EMA, and teacher
+    python evaluate.py RUN --all --net student,ema --steps 1,2    every checkpoint, these nets and step counts
+    torchrun --nproc_per_node 2 evaluate.py RUN                   the ranks share the sampling; same numbers
 
-One seed is 1,500 samples with the 1,500 training labels; every figure is the mean and the standard deviation over the
-seeds (5 unless told otherwise), printed, and written to eval/N.json in the run folder with all that made it.
+One seed is 1,500 samples with the 1,500 training labels. Every figure is the mean and standard deviation over
+the seeds (5 unless told otherwise), printed, and written to eval/N.json of the run with what made it.
     fd         Fréchet distance to the 1,500 training digits in the 64 features of assets/classifier.pth
     agreement  part of the samples in which that classifier sees their label
-    nearest    median distance to the nearest training digit (pixels), as a fraction of the held-out digits' median;
-               below 0.8 is memorising
-    beside it  the fd of halves of the training digits (750 against 750, classes alike), and the held-out 297
-Samples are clipped to [-1, 1], not rounded. Other data sets need FID, which this version does not have.
+    nearest    median distance to the nearest training digit (of pixels) as a fraction of the held-out digits'
+               median; below 0.8 is memorising
+Beside them stand the fd of halves of the training digits (750 against 750, classes alike) and the figures of
+the 297 held-out ones. Samples are clipped to [-1, 1], not rounded. Other data sets need FID, which this
+version does not have.
 """
 import argparse
 import hashlib
@@ -36,7 +37,7 @@ CLASSIFIER = Path(__file__).resolve().parent / "assets" / "classifier.pth"
 
 
 class Classifier(nn.Module):
-    """x0 (B, 1, 8, 8) in [-1, 1] -> features (B, 64), logits (B, 10). 60,522 parameters; tools/make_classifier.py."""
+    """x0 (B, 1, 8, 8) in [-1, 1] -> features (B, 64), logits (B, 10). Trained by tools/make_classifier.py."""
 
     def __init__(self, width=24):
         super().__init__()
@@ -67,13 +68,13 @@ def digits(split):
     return torch.from_numpy(found.image), torch.from_numpy(found.label)
 
 
-# ---- the three figures -------------------------------------------------------------------------------------------
+# ---- the three figures -----------------------------------------------------------------------------
 
 def frechet(x, y):
-    """|m_x - m_y|^2 + tr(C_x + C_y - 2 (C_x C_y)^(1/2)) of features x (N, D), y (M, D), float64 (Dowson 1982).
+    """|m_x - m_y|^2 + tr(C_x + C_y - 2 (C_x C_y)^(1/2)) of features x (N, D), y (M, D) in float64.
 
-    With C = R^T R (R of a QR of the centred features) the trace of the root is the sum of the singular values of
-    R_x R_y^T: no root of a nearly singular matrix is taken, and frechet(x, x) is 0 to rounding."""
+    With C = R^T R (R from a QR of the centred features) the trace of the root is the sum of the singular
+    values of R_x R_y^T: no root of a nearly singular matrix is taken, and frechet(x, x) is 0 to rounding."""
     def fit(z):
         z = z.double()
         return z.mean(0), torch.linalg.qr((z - z.mean(0)) / (len(z) - 1) ** 0.5, mode="r").R
@@ -104,7 +105,7 @@ class Judge:
                          held_out=dict(num=len(held), nearest_distance=self.unit) | self(held, held_label))
 
     def __call__(self, x0, label):
-        """dict(fd, agreement, nearest) of samples x0 (N, 1, 8, 8); agreement None if no sample has a label."""
+        """dict(fd, agreement, nearest) of samples x0 (N, 1, 8, 8); agreement is None without labels."""
         x0 = x0.clamp(-1, 1)
         features, logits = self.classifier(x0)
         agreement = float((logits.argmax(1) == label).double().mean()) if (label >= 0).all() else None
@@ -116,11 +117,11 @@ def spread(key, values):
     """{key: mean, key_std: standard deviation (n - 1), key_each: values}, None where there is no value."""
     if None in values:
         return {key: None, f"{key}_std": None, f"{key}_each": None}
-    return {key: float(np.mean(values)), f"{key}_std": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
-            f"{key}_each": values}
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return {key: float(np.mean(values)), f"{key}_std": std, f"{key}_each": values}
 
 
-# ---- sampling and output -----------------------------------------------------------------------------------------
+# ---- sampling and output ---------------------------------------------------------------------------
 
 def score(run, net, name, steps, judge, args, device, rank, world):
     """The row of a net at a step count: on rank 0 with its figures, the other ranks only draw."""
@@ -128,12 +129,12 @@ def score(run, net, name, steps, judge, args, device, rank, world):
     ids, figures = list(range(args.num)), []
     for seed in range(args.seeds):
         mine = sample.draw(run, net, name, ids, label, steps, seed, args.batch, device, rank, world)
-        drawn = dict(sample.gather([(i, x) for part, _, x0 in mine for i, x in zip(part, x0)], world))
+        drawn = dict(sample.gather([(i, x) for part, _, x0 in mine for i, x in zip(part, x0)], rank, world))
         if rank == 0:
             x0 = torch.stack([drawn[i] for i in ids])                                       # (N, 1, 8, 8)
             if not x0.isfinite().all():
-                raise BadInput(f"{name} at checkpoint {run.it} of {run.folder} makes samples that are not finite; "
-                               f"score an earlier one with --ckpt")
+                raise BadInput(f"{name} of checkpoint {run.it} in {run.folder} makes samples that are not "
+                               f"finite; score an earlier one with --ckpt")
             figures.append(judge(x0, label))
     row = dict(net=name, checkpoint=run.it, steps=steps, guidance=run.cfg["guidance"], num=args.num,
                seeds=list(range(args.seeds)))
@@ -144,17 +145,18 @@ def score(run, net, name, steps, judge, args, device, rank, world):
 
 def table(run, rows, real):
     """The rows as text, real data below."""
-    def cell(row, key, digits):
+    def cell(row, key, places):
         if row.get(key) is None:
             return "-"
-        return f"{row[key]:.{digits}f}" + (f" ± {row[key + '_std']:.{digits}f}" if key + "_std" in row else "")
+        std = row.get(f"{key}_std")
+        return f"{row[key]:.{places}f}" + (f" ± {std:.{places}f}" if std is not None else "")
     lines = [("net", "steps", "calls", "fd", "agreement", "nearest")]
-    for title, row in [*((r["net"], r) for r in rows), ("real halves", real["halves"]), ("held out", real["held_out"])]:
-        lines.append((title, str(row.get("steps", "")), str(row.get("calls", "")), cell(row, "fd", 3),
-                      cell(row, "agreement", 4), cell(row, "nearest", 3)))
+    for row in [*rows, dict(net="real halves") | real["halves"], dict(net="held out") | real["held_out"]]:
+        lines.append((row["net"], *(str(row.get(k, "")) for k in ("steps", "calls")),
+                      *(cell(row, k, places) for k, places in (("fd", 3), ("agreement", 4), ("nearest", 3)))))
     width = [max(map(len, column)) for column in zip(*lines)]
-    head = (f"{run.folder} checkpoint {run.it} ({run.state['method']}): {rows[0]['num']} samples, mean ± standard "
-            f"deviation over {len(rows[0]['seeds'])} seeds")
+    head = (f"{run.folder} checkpoint {run.it} ({run.state['method']}): {rows[0]['num']} samples, mean ± "
+            f"standard deviation of {len(rows[0]['seeds'])} seeds")
     return "\n".join([head, *("  ".join(c.ljust(w) for c, w in zip(line, width)).rstrip() for line in lines)])
 
 
@@ -165,10 +167,10 @@ def main(argv):
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--ckpt", type=int, help="checkpoint, iterations done (default: the newest)")
     which.add_argument("--all", action="store_true", help="every checkpoint of the run")
-    parser.add_argument("--net", default="", help="student, an EMA, teacher, ..., or several: student,ema (default: "
-                                                  "first EMA, else student; and the teacher where there is one)")
+    parser.add_argument("--net", default="", help="student, an EMA, teacher, or several: student,ema "
+                                                  "(default: first EMA, and teacher if there is one)")
     parser.add_argument("--steps", default="", help="step counts, 1,2 (default: the run's; a teacher's 18)")
-    parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = unconditional (default: the run's)")
+    parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = none (default: the run's)")
     parser.add_argument("--seeds", type=int, default=5, help="samplings to average over (default 5)")
     parser.add_argument("--num", type=int, default=1500, help="samples of one seed (default 1500)")
     parser.add_argument("--batch", type=int, default=500, help="samples drawn at once (default 500)")
@@ -177,40 +179,43 @@ def main(argv):
 
     device, rank, world = sample.start(args.device)
     if min(args.seeds, args.batch) < 1 or not 2 <= args.num <= 1500:
-        raise BadInput(f"--seeds {args.seeds} and --batch {args.batch} must be at least 1, --num {args.num} from 2 to 1500")
+        raise BadInput(f"--seeds {args.seeds} and --batch {args.batch} must be at least 1, --num {args.num} "
+                       f"from 2 to 1500")
     its = ckpt.scan(Path(args.run) / "checkpoints") if args.all else []
     judge, constant = Judge(args.seeds) if rank == 0 else None, {}
     for it in its or [args.ckpt]:
         run = sample.load_run(args.run, it, args.guidance, print if rank == 0 else lambda text: None)
         if run.cfg["data"] != "digits":
-            raise BadInput(f"{run.folder} is a run on {run.cfg['data']}; this version scores --data digits only (FID "
-                           f"needs Inception weights), sample.py --out FOLDER writes samples for another tool")
+            raise BadInput(f"{run.folder} is a run on {run.cfg['data']}; this version scores --data digits "
+                           f"only (FID needs Inception weights); sample.py --out FOLDER feeds another tool")
         names = [sample.pick_net(run, n) for n in args.net.split(",")]
         beside = ["teacher"] if not args.net and "teacher" in run.names else []
         nets = {n: sample.load_net(run, n, device) for n in [*names, *beside]}
         plan = []
-        for name in nets:                               # one sample each: refuses step counts before the work
-            own = [18] if not sample.is_student(run, name) else [run.cfg["steps"]]
-            for steps in sample.numbers("--steps", args.steps, 1001) if args.steps and name not in beside else own:
-                calls = trainer.watch_calls({name: nets[name]})
-                next(sample.draw(run, nets[name], name, [0], torch.tensor([0]), steps, 0, 1, device))
+        for name, net in nets.items():                  # one sample each: refuses step counts before the work
+            counts = [run.cfg["steps"] if name in run.students else 18]
+            if args.steps and name not in beside:
+                counts = sample.numbers("--steps", args.steps, 1001)
+            for steps in counts:
+                calls = trainer.watch_calls({name: net})
+                next(sample.draw(run, net, name, [0], torch.tensor([0]), steps, 0, 1, device))
                 plan.append((name, steps, len(calls)))
-        sample.writable(run.folder / "eval")
+        sample.make_folder(run.folder / "eval")
         rows = []
         for name, steps, calls in plan:
-            row = constant.get((name, steps)) or score(run, nets[name], name, steps, judge, args, device, rank, world)
+            row = constant.get((name, steps))
+            row = row or score(run, nets[name], name, steps, judge, args, device, rank, world)
             rows.append(row | dict(calls=calls))
-            if name not in run.state["nets"] and not sample.is_student(run, name):          # frozen: scored once
+            if name not in run.students and name not in run.state["nets"]:      # frozen: scored once
                 constant[name, steps] = row
         if rank == 0:
             print(table(run, rows, judge.real), flush=True)
-            out = dict(run=run.folder.resolve().name, checkpoint=run.it, method=run.state["method"], data="digits",
-                       classifier=dict(file=f"assets/{CLASSIFIER.name}", sha256=file_hash(CLASSIFIER)),
-                       sources=run.state["sources"], results=rows, real=judge.real)
-            ckpt.write(run.folder / "eval" / f"{run.it:07d}.json", lambda f: f.write_text(json.dumps(out, indent=1) + "\n"))
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+            text = json.dumps(dict(
+                run=run.folder.resolve().name, checkpoint=run.it, method=run.state["method"], data="digits",
+                classifier=dict(file=f"assets/{CLASSIFIER.name}", sha256=file_hash(CLASSIFIER)),
+                sources=run.state["sources"], results=rows, real=judge.real), indent=1)
+            ckpt.write(run.folder / "eval" / f"{run.it:07d}.json", lambda f: f.write_text(text + "\n"))
+    trainer.close(dist.group.WORLD if world > 1 else None)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 A scheduler is four functions (init, resume_details, termination_requested, request_resume); `Slurm` and the
 no-op `NoScheduler` are below, another is a class with the same four. Nothing here imports torch on import.
 """
+import contextlib
 import os
 import signal
 import subprocess
@@ -34,6 +35,20 @@ def install():
 def orphaned():
     """True once the launcher that started this worker is dead (only torchrun's workers have one)."""
     return parent is not None and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent
+
+
+@contextlib.contextmanager
+def orphans_leave():
+    """Around what needs the launcher's store (a process group comes or goes): a worker whose launcher is dead ends
+    here with 0, it could neither join nor leave the others."""
+    try:
+        if orphaned():
+            os._exit(0)
+        yield
+    except RuntimeError:                                # the store went away in between
+        if orphaned():
+            os._exit(0)
+        raise
 
 
 def requested():

@@ -1,18 +1,19 @@
 """Draw samples from a run: from its student, an average of it, or its teacher.
 
-    python sample.py outputs/fewstep/digits/dmd2                a grid, samples/0005400_ema_1.png in the run folder
-    python sample.py RUN --net teacher --classes 3 --seeds 0-15 --guidance 2
-    torchrun --nproc_per_node 8 sample.py RUN --seeds 0-49999 --batch 250 --out FOLDER         a PNG per sample
+    python sample.py outputs/fewstep/digits/dmd2            a sheet, samples/0005400_ema_1.png of the run
+    python sample.py RUN --net teacher --classes 3 --seeds 0-15 --guidance 2 --out threes.png
+    torchrun --nproc_per_node 8 sample.py RUN --seeds 0-49999 --batch 250 --out FOLDER   a PNG per sample
 
-Sample s has the class classes[s % len(classes)]. It depends on s, that class and the weights alone (to 1e-5, in
-float32), not on the batch or the rank that draws it; the first 80 are the samples of the trainer's grid. The run's
-own method.py samples, under the config of the checkpoint. PNGs carry run, checkpoint, net, steps, seed and class.
+Sample s has the class classes[s % len(classes)]. It depends on s, that class and the weights alone (to 1e-5,
+in float32), not on the batch or the rank that draws it; 0-79 are the trainer's grid. The run's own method.py
+samples, with the checkpoint's config. PNGs carry run, checkpoint, net, steps, guidance, seed, class as text.
 """
 import argparse
 import copy
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,52 +40,48 @@ class Config(dict):
 
 
 def load_run(folder, it=None, guidance=None, say=print):
-    """A run at checkpoint `it` (None = the newest that can be read): folder, it, state (what the checkpoint holds),
-    cfg, guidance (None = as in cfg), method, nets (on the meta device), names (what can sample, the default first)."""
+    """A run at checkpoint `it` (None = the newest that can be read): folder, it, state (the checkpoint), cfg,
+    guidance (None = cfg's), method, nets (on meta), students and names (of all that can sample)."""
     folder = Path(folder)
     its = ckpt.scan(folder / "checkpoints")
     if not its:
-        raise BadInput(f"{folder} holds no checkpoints; give a run folder, such as outputs/fewstep/digits/dmd2")
+        raise BadInput(f"{folder} holds no checkpoints; give a run folder, as outputs/fewstep/digits/dmd2")
     if it is None:
         it, state = ckpt.newest(folder / "checkpoints", say)
     elif it in its:
         state = ckpt.load(ckpt.path(folder / "checkpoints", it))
     else:
-        raise BadInput(f"{folder} has no checkpoint {it}; the nearest is {min(its, key=lambda n: abs(n - it))}, "
-                       f"the newest {its[-1]}")
+        near = min(its, key=lambda n: abs(n - it))
+        raise BadInput(f"{folder} has no checkpoint {it}; the nearest is {near}, the newest {its[-1]}")
     if state is None or state.get("format") != ckpt.FORMAT:
         raise BadInput(f"{folder} has no training checkpoint of this version that can be read")
-    cfg = Config(state["config"])
+    cfg, method = Config(state["config"]), train.load_method(folder / "method.py")
     if guidance is not None:
         cfg["guidance"] = guidance
-    method = train.load_method(folder / "method.py")
     with torch.device("meta"):
         nets = method.build(cfg)
-    names = [*state["emas"], *(n for n, net in nets.items() if hasattr(net, "x_shape"))]
-    return SimpleNamespace(folder=folder, it=it, state=state, cfg=cfg, guidance=guidance, method=method, nets=nets,
-                           names=names)
+    students = [*state["emas"], "student"]
+    names = dict.fromkeys(students + [n for n, net in nets.items() if hasattr(net, "x_shape")])
+    return SimpleNamespace(folder=folder, it=it, state=state, cfg=cfg, guidance=guidance, method=method,
+                           nets=nets, students=students, names=names)
 
 
 def pick_net(run, name):
-    """The name of the net that is meant: "" = the first EMA, else the student; "ema" = the first EMA."""
-    if name == "" or (name == "ema" and run.state["emas"] and name not in run.names):
-        return next(iter(run.state["emas"]), "student")
+    """The net that is meant: "" = the first EMA, else the student; "ema" = the first EMA."""
+    if name == "" or (name == "ema" and len(run.students) > 1 and name not in run.names):
+        return run.students[0]
     if name not in run.names:
         raise BadInput(f"--net {name} is not in {run.folder}; it has {', '.join(run.names)}")
     return name
 
 
-def is_student(run, name):
-    return name == "student" or name in run.state["emas"]
-
-
 def load_net(run, name, device):
-    """One net or EMA, filled, in eval mode. The others stay on the meta device, unless frozen parts of this one come
-    from them; source files are read for frozen parts only."""
+    """One net or EMA, filled, in eval mode. The others stay on the meta device, and no source file is read,
+    unless frozen parts of this one come from them."""
     nets, inits, weights = copy.deepcopy(run.nets), run.method.init(run.cfg), dict(run.state["nets"])
-    own = source = "student" if is_student(run, name) else name
+    own = source = "student" if name in run.students else name
     if name in run.state["emas"]:
-        weights["student"] = run.state["emas"][name]
+        weights[own] = run.state["emas"][name]
     needed = {own: nets[own]}
     while set(weights.get(source, ())) != set(nets[source].state_dict()) and inits.get(source) in nets:
         source = inits[source]
@@ -94,17 +91,15 @@ def load_net(run, name, device):
     return nets[own].to(device).eval().requires_grad_(False)
 
 
-def many_steps(net, noise, batch, cfg, steps):
-    """The sampler of a diffusion model: its family's own, or Heun's method."""
-    sampler = getattr(sys.modules.get(type(net).__module__), "teacher_sample", common.heun)
-    return sampler(net, noise, batch["cond"], steps, batch["uncond"], cfg["guidance"])
-
-
 @torch.no_grad()
 def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=1):
-    """Yields (ids, labels, x0 on the CPU) of this rank's batches; rank j % world draws batch j, so what is in a batch
-    does not depend on the ranks."""
-    sampler = run.method if is_student(run, name) else SimpleNamespace(sample=many_steps)
+    """Yields (ids, labels, x0 on the CPU) of this rank's batches: rank j % world draws batch j, so no batch
+    depends on the ranks. Students sample by their method, others by their family's teacher_sample or Heun."""
+    def many_steps(net, noise, batch, cfg, steps):
+        solve = getattr(sys.modules.get(type(net).__module__), "teacher_sample", common.heun)
+        return solve(net, noise, batch["cond"], steps, batch["uncond"], cfg["guidance"])
+
+    sampler = run.method if name in run.students else SimpleNamespace(sample=many_steps)
     run.cfg.read = frozenset()
     for start in range(rank * batch, len(ids), world * batch):
         i, c = ids[start:start + batch], labels[start:start + batch]
@@ -117,7 +112,8 @@ def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=
 
 def start(device):
     """(device, rank, world); with several ranks the process group, which gathers on the CPU."""
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in
+                          (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = startup.pick_device(dict(device=device), local)
     torch.backends.cudnn.allow_tf32 = False             # with TF32 a sample would depend on its batch
     if world > 1 and not dist.is_initialized():
@@ -125,12 +121,11 @@ def start(device):
     return device, rank, world
 
 
-def gather(mine, world):
-    """The items of every rank's list on rank 0, [] on the others."""
-    if world == 1:
-        return mine
-    everyone = [[]] * world
-    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None)
+def gather(mine, rank, world):
+    """On rank 0, the items of every rank's list."""
+    everyone = [mine] * world
+    if world > 1:
+        dist.gather_object(mine, everyone if rank == 0 else None)
     return sum(everyone, [])
 
 
@@ -148,19 +143,16 @@ def numbers(flag, text, limit):
     return found
 
 
-def writable(folder):
-    """Makes the folder. Raises BadInput, before any work, if nothing can be written there."""
+def make_folder(folder):
+    """Raises BadInput, before any work, if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
         raise BadInput(f"{folder} cannot be written to ({e.strerror}); give another place") from None
 
 
 def save_png(picture, file, about):
-    """A PIL image with `about` as PNG text chunks."""
     from PIL.PngImagePlugin import PngInfo
     info = PngInfo()
     for key, value in about.items():
@@ -172,15 +164,14 @@ def main(argv):
     parser = argparse.ArgumentParser("sample.py", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--ckpt", type=int, help="checkpoint, iterations done (default: the newest)")
-    parser.add_argument("--net", default="", help="student, an EMA, teacher, ... (default: first EMA, else student)")
-    parser.add_argument("--steps", type=int, help="steps of the sampler (default: the run's; a teacher's 18)")
+    parser.add_argument("--ckpt", type=int, help="iterations done by the checkpoint (default: the newest)")
+    parser.add_argument("--net", default="", help="student, teacher, an EMA (default: the first one)")
+    parser.add_argument("--steps", type=int, help="of the sampler (default: the run's; 18 for a teacher)")
     parser.add_argument("--classes", default="all", help="0,1,2 or 0-9 or all (default)")
     parser.add_argument("--seeds", default="0-79", help="samples to draw, 0-79 (default) or 0,5,7")
-    parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = unconditional (default: the run's)")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--grid", type=Path, help="file for one sheet (default: in the run's samples/)")
-    where.add_argument("--out", type=Path, help="folder for one PNG per sample, named by its seed")
+    parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = none (default: the run's)")
+    parser.add_argument("--out", type=Path, help="a .png for one sheet (default: in the run's samples/), "
+                                                 "or a folder for one PNG per sample, named by its seed")
     parser.add_argument("--batch", type=int, default=64, help="samples drawn at once (default 64)")
     parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the best there is)")
     args = parser.parse_args(argv)
@@ -189,43 +180,41 @@ def main(argv):
     device, rank, world = start(args.device)
     run = load_run(args.run, args.ckpt, args.guidance, print if rank == 0 else lambda text: None)
     name, many = pick_net(run, args.net), run.cfg["classes"]
-    steps = args.steps if args.steps is not None else run.cfg["steps"] if is_student(run, name) else 18
+    steps = args.steps if args.steps is not None else run.cfg["steps"] if name in run.students else 18
     if min(steps, args.batch) < 1:
         raise BadInput(f"--steps {steps} and --batch {args.batch} must be at least 1")
     if not many and args.classes != "all":
         raise BadInput(f"--classes {args.classes}: {run.folder} is unconditional; leave --classes out")
-    classes = numbers("--classes", args.classes if args.classes != "all" else f"0-{many - 1}", many) if many else [-1]
-    ids = numbers("--seeds", args.seeds, 10_000_000)                            # names have seven digits
+    classes = numbers("--classes", args.classes.replace("all", f"0-{many - 1}"), many) if many else [-1]
+    ids = numbers("--seeds", args.seeds, 10_000_000)                        # names have seven digits
     labels = torch.tensor([classes[i % len(classes)] for i in ids])
-    grid = args.grid or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}.png"
-    if grid.is_dir():
-        raise BadInput(f"--grid {grid} is a folder; give a file, or --out for one PNG per sample")
-    writable(args.out or grid.parent)
+    out = args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}.png"
+    one_sheet = out.suffix == ".png"
+    make_folder(out.parent if one_sheet else out)
 
     # draw; separate files are written batch by batch
     from PIL import Image
     net, sheet = load_net(run, name, device), []
-    about = dict(run=run.folder.resolve().name, method=run.state["method"], checkpoint=run.it, net=name, steps=steps,
-                 guidance=run.cfg["guidance"])
-    for i, c, x0 in draw(run, net, name, ids, labels, steps, run.cfg["seed"], args.batch, device, rank, world):
-        images = encoders.decode(x0, run.cfg)                                   # uint8 (B, C, H, W)
-        if not args.out:
+    about = dict(run=run.folder.resolve().name, method=run.state["method"], checkpoint=run.it, net=name,
+                 steps=steps, guidance=run.cfg["guidance"])
+    seed = run.cfg["seed"]
+    for i, c, x0 in draw(run, net, name, ids, labels, steps, seed, args.batch, device, rank, world):
+        images = encoders.decode(x0, run.cfg)                               # uint8 (B, C, H, W)
+        if one_sheet:
             sheet += zip(i, images)
             continue
-        for seed, label, image in zip(i, c.tolist(), images):
+        for number, label, image in zip(i, c.tolist(), images):
             picture = Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy())
-            save_png(picture, args.out / f"{seed:07d}.png", about | {"seed": seed, "class": label})
-    if not args.out:
-        sheet = dict(gather(sheet, world))
-        if rank == 0:
-            logs.save_grid(torch.stack([sheet[i] for i in ids]), grid, len(classes) if 1 < len(classes) < 10 else 10)
-            with Image.open(grid) as picture:
-                save_png(picture, grid, about | {"seed": args.seeds, "class": ",".join(map(str, labels.tolist()))})
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+            save_png(picture, out / f"{number:07d}.png", about | {"seed": number, "class": label})
+    sheet = dict(gather(sheet, rank, world))                                # every rank is through
+    if rank == 0 and one_sheet:
+        columns = len(classes) if 1 < len(classes) < 10 else 10
+        logs.save_grid(torch.stack([sheet[i] for i in ids]), out, columns)
+        with Image.open(out) as picture:
+            save_png(picture, out, about | {"seed": args.seeds, "class": ",".join(map(str, labels.tolist()))})
     if rank == 0:
-        print(f"{args.out or grid}: {len(ids)} samples of {name}, {steps} steps, checkpoint {run.it}")
+        print(f"{out}: {len(ids)} samples of {name}, {steps} steps, checkpoint {run.it}")
+    trainer.close(dist.group.WORLD if world > 1 else None)
 
 
 if __name__ == "__main__":

@@ -50,9 +50,10 @@ def pick_device(cfg, local):
     name = cfg["device"] or ("cuda" if torch.cuda.is_available() else
                              "mps" if torch.backends.mps.is_available() else "cpu")
     if name == "cuda":
-        if local >= torch.cuda.device_count():
-            raise BadInput(f"this node has {torch.cuda.device_count()} GPUs and a rank {local} that wants one; "
-                           f"lower --nproc_per_node or use --device cpu")
+        wanted, there = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if wanted > there:                              # seen alike by every rank of the node, so rank 0 can say it
+            raise BadInput(f"this node has {there} GPUs for {wanted} ranks; lower --nproc_per_node to {there}, or use "
+                           f"--device cpu")
         torch.cuda.set_device(local)
         return torch.device("cuda", local)
     try:
@@ -86,18 +87,20 @@ def output_folder(cfg):
     return root / cfg["project"] / cfg["group"] / cfg["name"]
 
 
-def check_folder(method, cfg, folder, dry_run):
+def make_folder(folder):
+    try:
+        for sub in ("checkpoints", "samples"):
+            (folder / sub).mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable.{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise BadInput(f"output folder {folder} is not writable ({e.strerror}); set FEWSTEP_OUTPUT_ROOT to one "
+                       f"that is") from None
+
+
+def check_folder(method, cfg, folder):
     """True if the folder holds checkpoints to continue from. Raises BadInput if they are not this run's."""
-    if not dry_run:
-        try:
-            for sub in ("checkpoints", "samples"):
-                (folder / sub).mkdir(parents=True, exist_ok=True)
-            probe = folder / f".writable.{os.getpid()}"
-            probe.touch()
-            probe.unlink()
-        except OSError as e:
-            raise BadInput(f"output folder {folder} is not writable ({e.strerror}); set FEWSTEP_OUTPUT_ROOT to one "
-                           f"that is") from None
     if not ckpt.scan(folder / "checkpoints"):
         return False
     if cfg["resume"] == "":
@@ -176,7 +179,7 @@ def load_optimizers(opts, names, saved):
 
 def open_folder(method, cfg, folder, sources, state, start, say):
     """config.json, method.py; on resume name what differs and drop log lines past the checkpoint."""
-    ckpt.sweep(folder / "checkpoints")
+    ckpt.sweep(folder)
     if state:
         for key, value in cfg.items():
             if state["config"].get(key, value) != value:

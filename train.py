@@ -67,11 +67,17 @@ def parse(key, text, default, where):
             if number != number:
                 raise ValueError
             return number
-        if isinstance(default, tuple):
-            return tuple(element(e.strip()) for e in text.split(",") if e.strip())
+        if isinstance(default, tuple):                  # a,b or, as --dry_run prints it, ('a', 'b') or [1, 2]
+            values = tuple(ast.literal_eval(text) if text[:1] in ("(", "[") else
+                           [element(e.strip()) for e in text.split(",") if e.strip()])
+            words = not default or isinstance(default[0], str)
+            if not all(isinstance(e, (int, float, str) if words else (int, float)) for e in values):
+                raise ValueError
+            return values
         return text
-    except (KeyError, ValueError, OverflowError):
-        kind = {bool: "true, false, 1 or 0", int: "a whole number", float: "a number"}[type(default)]
+    except (KeyError, ValueError, OverflowError, TypeError, SyntaxError):
+        kind = {bool: "true, false, 1 or 0", int: "a whole number", float: "a number",
+                tuple: "a list a,b of such values"}[type(default)]
         raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there, so give {kind}") from None
 
 
@@ -110,8 +116,8 @@ def resolve(method, argv):
         if key not in cfg and key != "preset":
             unknown(key, cfg, where)
         if not equals:
-            if not args:
-                raise BadInput(f"--{key} needs a value")
+            if not args or args[0].startswith("--"):
+                raise BadInput(f"--{key} needs a value (one that starts with -- goes behind an equals sign, --{key}=...)")
             text = args.pop(0)
         if key in given or key in options:
             raise BadInput(f"--{key} is given twice; keep one")
@@ -157,24 +163,23 @@ def comments(path, name):
 
 def show_help(method, cfg):
     print(f"{(method.__doc__ or '').strip()}\n\nOptions: --help, --dry_run, --preset NAME\n")
-    for title, path, name in (("Config of this method", method.path, "config"),
-                              ("Config of the trainer", trainer.__file__, "defaults")):
-        print(f"{title}:")
-        for key, comment in comments(path, name).items():
-            if name == "config" or key not in method.config:
-                value = cfg[key] if cfg[key] not in ("", ()) else '""'
-                print(f"  --{key:<16} {value!s:<24} {comment}")
+    own, trainers = comments(method.path, "config"), comments(trainer.__file__, "defaults")
+    own = {k: own.get(k) or trainers.get(k, "") for k in method.config}
+    for title, group in (("this method", own), ("the trainer", {k: c for k, c in trainers.items() if k not in own})):
+        print(f"Config of {title}:")
+        for key, comment in group.items():
+            value = cfg[key] if cfg[key] not in ("", ()) else '""'
+            print(f"  --{key:<16} {value!s:<24} {comment}")
 
 
 def quit_with(sentence):
     """Print the sentence once, from rank 0, and exit with 2. The others wait for it: torchrun ends every worker
-    when the first one fails."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    when the first one fails. If nobody ends this one, it alone had something to say."""
+    until = time.time() + (10 if int(os.environ.get("RANK", 0)) else 0)
+    while time.time() < until and not resume.requested():
+        time.sleep(0.05)
+    if time.time() >= until:
         print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
-    else:
-        until = time.time() + 20
-        while time.time() < until and not resume.requested():
-            time.sleep(0.05)
     os._exit(2)                     # not sys.exit: threads and process groups must not hold up the answer
 
 

@@ -101,7 +101,7 @@ def train(method, cfg, changed=(), dry_run=False):
     trainable = {n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in nets.items()}
     startup.check_optimizers(method, cfg, nets, trainable, method.optimizers(nets, cfg))
     folder = startup.output_folder(cfg)
-    found = startup.check_folder(method, cfg, folder, dry_run)
+    found = startup.check_folder(method, cfg, folder)
     inits = method.init(cfg)
     hint = (f"make one with `torchrun train.py methods/sft.py --net {cfg['net']} --data {cfg['data']}`, or give "
             f"--teacher PATH[#ENTRY]")
@@ -109,17 +109,20 @@ def train(method, cfg, changed=(), dry_run=False):
         sources = {s: ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
     if dry_run:
         return logs.show_plan(method, cfg, changed, nets, trainable, world, folder)
+    startup.make_folder(folder)
 
     # ---- process group: gloo for flags, the default back-end (NCCL on CUDA) for tensors
     gloo = None
     if world > 1:
-        dist.init_process_group()
-        gloo = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
+        with resume.orphans_leave():
+            dist.init_process_group()
+            gloo = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     say = logs.Printer(cfg["log_level"], rank, cfg["max_iter"])
     lock = startup.take_lock(folder, rank, gloo)                # held until this process ends
+    found = from_rank0(bool(ckpt.scan(folder / "checkpoints")), gloo)       # a predecessor may just have saved
     start, state = 0, None
     if found:
-        start, state = ckpt.newest(folder / "checkpoints", say) if rank == 0 else (0, None)
+        start, state = ckpt.newest(folder / "checkpoints", lambda text: say(text, "warning")) if rank == 0 else (0, None)
         start = from_rank0(start, gloo)
         if start is None:
             raise BadInput(f"no checkpoint in {folder} can be read; remove them to start anew, or use --name NEW")
@@ -176,7 +179,7 @@ def train(method, cfg, changed=(), dry_run=False):
     if resume.scheduler.resume_details():
         say(resume.scheduler.resume_details())
     wandb = logs.start_wandb(cfg, folder, say) if rank == 0 else None
-    record = logs.Recorder(folder, wandb, rank, gloo)
+    record = logs.Recorder(folder, wandb, rank, gloo, say)
     meter = logs.Meter(gloo is not None)
     loader = data.Loader(dataset, cfg, start, rank, world, cfg["accum"], cfg["seed"])
     val_set = data.load(cfg, split="val") if cfg["val_every"] else None
@@ -200,7 +203,7 @@ def train(method, cfg, changed=(), dry_run=False):
             try:
                 ckpt.save(ckpt.path(folder / "checkpoints", done), content)
                 ckpt.prune(folder / "checkpoints", cfg["keep_last"])
-            except RuntimeError as e:
+            except BadInput as e:
                 error = str(e)
         error = from_rank0(error, gloo)
         if error:
@@ -444,9 +447,8 @@ def draw_grid(method, net, cfg, device, rows=8):
 
 
 def close(gloo):
-    """Leave together. A worker whose launcher is dead must not touch the store any more, so it just ends."""
-    if resume.orphaned():
-        os._exit(0)
-    if gloo is not None:
-        dist.barrier(group=gloo)
-        dist.destroy_process_group()
+    """Leave together."""
+    with resume.orphans_leave():
+        if gloo is not None:
+            dist.barrier(group=gloo)
+            dist.destroy_process_group()

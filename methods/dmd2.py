@@ -34,23 +34,23 @@ config = dict(
     lr_schedule="cosine",            # paper: constant
     warmup=20,
     optimizer="adamw",               # adamw, adam, radam
-    betas=(0.9, 0.999),
-    weight_decay=0.01,
+    betas=(0.9, 0.999),              # of the optimizer's two moments
+    weight_decay=0.01,               # 0 = off
     t_list=(),                       # noise levels of the student's steps; "" = equally spaced (edm: on the rho 7 grid)
     student_input="simulation",      # of the later steps: simulation (paper), or data (noised data, FastGen)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     t_dist="polynomial",             # noise levels of dm, dsm and GAN; common.t_quantile lists them
     t_mean=0.0,                      # of lognormal and logitnormal
-    t_std=1.0,
+    t_std=1.0,                       # of the same
     t_shift=5.0,                     # of "shifted"
     t_min=0.0,                       # bounds of t; 0 = the schedule's own
-    t_max=0.0,
+    t_max=0.0,                       # 0 = the schedule's own
     dm_t_min=0.0,                    # bounds of t in dm; the paper's, for edm: 0.00323
     dm_t_max=0.0,                    # and 72.05
     fake_pred="",                    # space of the fake score's error: x0, eps, v, flow; "" = the net's own
     fake_weight="",                  # its weight; "" = edm for x0 errors on edm nets (the paper's 1/t^2 + 1/s^2), else unit
     gan_weight=3e-3,                 # of gan_g; 0 = no GAN
-    gan_d_weight=1e-2,               # of gan_d
+    gan_d_weight=1e-2,               # of gan_d; 0 = the discriminator is not trained
     gan_loss="softplus",             # softplus, hinge
     gan_features="fake_score",       # fake_score (paper), teacher (FastGen)
     gan_taps=(),                     # encoder features for the discriminator; "" = the last
@@ -130,7 +130,8 @@ def student_step(nets, batch, it, cfg):
 
 
 def fake_step(nets, batch, it, cfg):
-    fake_score, discriminator, cond, x0 = nets["fake_score"], nets.get("discriminator"), batch["cond"], batch["x0"]
+    fake_score, cond, x0 = nets["fake_score"], batch["cond"], batch["x0"]
+    discriminator = nets.get("discriminator") if cfg["gan_d_weight"] else None
     shared = discriminator is not None and cfg["gan_features"] == "fake_score"
     # generate
     with torch.no_grad():

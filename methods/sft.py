@@ -24,17 +24,17 @@ config = dict(
     lr_schedule="cosine",
     warmup=200,
     optimizer="adam",            # adamw, adam, radam
-    betas=(0.9, 0.999),
-    weight_decay=0.0,
+    betas=(0.9, 0.999),          # of the optimizer's two moments
+    weight_decay=0.0,            # 0 = off
     dropout=0.0,                 # of the net; EDM: 0.13 for CIFAR-10
     cond_dropout=0.1,            # probability of the null condition; 0 = off
     cond_keep=(),                # condition keys that are never dropped; "" = none
     t_dist="lognormal",          # common.t_quantile lists them; edm nets: lognormal
     t_mean=-1.2,                 # of ln t (lognormal) or of the logit (logitnormal)
-    t_std=1.2,
+    t_std=1.2,                   # of the same
     t_shift=5.0,                 # of "shifted"
     t_min=0.0,                   # bounds of t; 0 = the schedule's own
-    t_max=0.0,
+    t_max=0.0,                   # 0 = the schedule's own
     pred="",                     # space of the error: x0, eps, v, flow; "" = the net's own
     loss_weight="",              # "" = edm for x0 errors on edm nets, else unit; common.loss_weight lists them
     logvar=False,                # a learned log-variance per noise level scales the loss (EDM2)

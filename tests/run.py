@@ -129,7 +129,7 @@ def differing(a, b, where=""):
 # ---- processes
 
 SERVER = multiprocessing.get_context("forkserver")      # plain fork breaks autograd where there is a GPU
-SERVER.set_forkserver_preload(["torch", "numpy", "einops", "pytest"])
+SERVER.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "einops", "pytest"])  # dynamo: optimizers import it
 
 
 def ranks(world, check, *args, timeout_s=90):

@@ -50,7 +50,7 @@ def run(capsys, method, *args):
 def refused(capsys, method, *args):
     """The one sentence with which a command is refused; it leaves the directory as it was."""
     before = sorted(Path.cwd().rglob("*"))
-    code, _, err = run(capsys, method, *args)
+    code, _, err = run(capsys, method, "--stop_at=3", *args)            # where it is accepted it does not run on
     assert code == 2, (code, err)
     assert sorted(Path.cwd().rglob("*")) == before
     sentence = err.strip()
@@ -124,7 +124,7 @@ def test_the_type_of_the_default_decides_what_a_value_means(default, text, value
     ("lr", "1e-4x", "a number"), ("lr", "1,5", "a number"), ("max_iter", "3.5", "a whole number"),
     ("max_iter", "None", "a whole number"), ("max_iter", "inf", "a whole number"),
     ("max_iter", "true", "a whole number"), ("xflip", "yes", "true, false"), ("xflip", "2", "true, false"),
-    ("xflip", "", "true, false"), ("betas", "0.9,high", "numbers"), ("betas", "(0.9", "numbers"),
+    ("xflip", "", "true, false"), ("betas", "0.9,high", "a list a,b"), ("betas", "(0.9", "a list a,b"), ("betas", "((1, 2),)", "a list a,b"),
 ])
 def test_a_value_of_the_wrong_type_is_refused(capsys, key, text, kind):
     sentence = refused(capsys, SFT, f"--{key}={text}")
@@ -234,6 +234,7 @@ def test_a_folder_of_another_run_is_refused_and_the_ways_on_work(capsys, here):
     before = (folder / "config.json").read_bytes()
     assert re.search("weights of student .* do not fit the net: .*misshapen", refused(capsys, mine, *wider))
     assert (folder / "config.json").read_bytes() == before
+    capsys.readouterr()
 
     mine.write_text(mine.read_text() + "\n# changed\n")
     sentence = refused(capsys, mine, *command, "--max_iter", "4")
@@ -260,7 +261,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(capsys,
     assert [json.loads(line)["it"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
     # one flipped byte of a weight: the archive still opens
     data = bytearray(file.read_bytes())
-    data[data.find(again["nets"]["student"]["time.0.weight"].numpy().tobytes()[:64])] ^= 1
+    data[data.find(again["nets"]["student"]["out.weight"].numpy().tobytes()[:64])] ^= 1
     file.write_bytes(data)
     assert "0000006.pth is damaged (wrong checksum" in run(capsys, *command, "--max_iter", "6")[1]
     for n in ckpt.scan(folder / "checkpoints"):
@@ -277,6 +278,25 @@ def test_a_finished_run_says_so_and_changes_nothing(capsys, here):
         code, out, _ = run(capsys, *[a for a in command if not extra or a not in ("--max_iter", "3")], *extra)
         assert code == 0 and "nothing to do" in out and "has done 3 iterations" in out
         assert {p: p.read_bytes() for p in here.rglob("*") if p.is_file()} == files
+
+
+def test_a_mistake_that_only_another_rank_sees_is_said_after_all(capsys, monkeypatch):
+    """Rank 1 keeps quiet while torchrun ends it on rank 0's account, and speaks when nobody does."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(resume, "requested", lambda: True)
+    assert run(capsys, SFT, "--max_itr", "5")[::2] == (2, "")
+    monkeypatch.setattr(resume, "requested", lambda: False)
+    now = iter(range(1000))
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    code, _, err = run(capsys, SFT, "--max_itr", "5")
+    assert code == 2 and "--max_itr is not a config key" in err and next(now) > 10
+
+
+def test_more_ranks_than_gpus_are_refused_by_every_rank_alike(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    given = [a if a != "cpu" else "cuda" for a in TINY]
+    assert "this node has 1 GPUs for 2 ranks; lower --nproc_per_node to 1" in refused(capsys, SFT, *given)
 
 
 def test_two_runs_in_one_folder_are_refused(capsys, here, monkeypatch):

@@ -228,8 +228,9 @@ def test_step_lists():
         (0.999,), (0.5, 0.999), (0.5, 0.5), (1.5, 0.5), (0.5, 0.0, 0.0), (0.5, -0.1))),
     *((lambda dist=dist, schedule=schedule, how=how: t_quantile(tensor(0.5), dist, schedule, **how), says)
       for dist, schedule, how, says in (
-          ("lognormal", "rf", {}, "shifted"), ("shifted", "sd", {}, "logitnormal"), ("uniform", "ed", {}, "edm"),
-          ("lognromal", "edm", {}, "did you mean lognormal"), ("uniform", "rf", dict(t_max=1.5), "t_max 1.5"),
+          ("lognormal", "rf", {}, "shifted"), ("shifted", "sd", {}, "logitnormal"),
+          ("uniform", "edn", {}, "edm"), ("lognromal", "edm", {}, "did you mean lognormal"),
+          ("uniform", "rf", dict(t_max=1.5), "t_max 1.5"),
           ("uniform", "edm", dict(t_min=5.0, t_max=1.0), "t_min 5"), ("logt", "edm", dict(df=0.0), "df 0"),
           ("shifted", "rf", dict(shift=0.5), "shift 0.5"))),
     *((lambda bad=bad: loss_weight(bad, "edm", tensor(1), "x0"), "loss weight") for bad in (
@@ -250,7 +251,7 @@ def test_what_cannot_work_is_refused_by_name(call, says):
 
 # ---------------------------------------------------------------- samplers
 def basis(n):
-    """noise(k) = k-th unit vector along the batch: a linear sampler returns its coefficients of the noises."""
+    """noise(k) = k-th unit vector along the batch: a linear sampler returns its coefficients of them."""
     return lambda k: torch.eye(n, dtype=f64)[k].view(n, 1)
 
 @pytest.mark.parametrize("kind, std", [("sde", 0.5), ("ode", 0.70860)])
@@ -481,3 +482,4 @@ def test_optimizers_are_torchs(name, kind):
         p.grad = p.detach() ** 2 - 0.3
         opt.step()
     assert close(ours, theirs, 1e-5, 1e-6) and type(opts[0]) is type(opts[1])
+    assert opts[0].defaults["foreach" if name == "radam" else "fused"]

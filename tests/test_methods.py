@@ -1,0 +1,530 @@
+"""The contract of a method file, over every file in methods/ on nets/toy.py; then the oracles of each method."""
+import json
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import common
+import run
+import train
+import trainer
+from common import BadInput
+from run import batch_of, config, differing, gradients, load, nets_of, phases, turn
+
+every_method = pytest.mark.parametrize("name", run.METHODS)
+# key that weighs a logged part, where it is not <part>_weight (no such key: 1); None: logged only
+WEIGHS = dict(dmd2=dict(gan_g="gan_weight", gan_d="gan_d_weight"))
+
+
+@pytest.fixture(autouse=True)
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path / "outputs"))
+
+
+def one_step(method, nets, cfg, it, batch=None, seed=0):
+    """Loss, logs and gradients of iteration `it` after a reseed, without an update."""
+    opts = method.optimizers(nets, cfg)
+    turn(nets, opts, method.phase(it, cfg))
+    common.seed_default(seed)
+    loss, logs = method.step(nets, batch or batch_of(cfg), it, cfg)
+    loss.backward()
+    return loss, logs, gradients(nets)
+
+
+# ---------------------------------------------------------------- every method
+
+@every_method
+def test_a_step_is_a_finite_scalar_with_gradients_for_its_optimizer_alone(name):
+    method = load(name)
+    cfg = config(method)
+    nets = nets_of(method, cfg)
+    names = {p: f"{n}.{k}" for n, net in nets.items() for k, p in net.named_parameters()}
+    owned = {phase: {names[p] for g in opt.param_groups for p in g["params"]}
+             for phase, opt in method.optimizers(nets, cfg).items()}
+    assert set(phases(method, cfg)) == set(owned)
+    for phase, it in phases(method, cfg).items():
+        loss, logs, grads = one_step(method, nets, cfg, it)
+        assert loss.shape == () and loss.isfinite() and logs
+        assert all(v.shape == () and v.isfinite() for v in map(torch.as_tensor, logs.values())), logs
+        assert set(grads) == owned[phase]
+        assert all(g.isfinite().all() for g in grads.values())
+
+
+@every_method
+def test_an_iteration_moves_every_tensor_of_its_phase_and_no_other(name):
+    method = load(name)
+    cfg = config(method, save_every=1, weight_decay=0.0, warmup=0, lr_schedule="constant")
+    start = {n: net.state_dict() for n, net in nets_of(method, cfg).items()}
+    result = run.run(method, cfg)
+    owners = {n: phase for phase, opt in method.optimizers(result.nets, cfg).items() for n, net in result.nets.items()
+              for p in net.parameters() if any(p is q for g in opt.param_groups for q in g["params"])}
+    before = start
+    for it in range(cfg["max_iter"]):
+        after = run.saved(result.folder, it + 1)["nets"]
+        moved = {n for n in after if differing(before[n], after[n])}
+        assert moved == {n for n, phase in owners.items() if phase == method.phase(it, cfg)}, it
+        before = after
+    trained = {n: dict(net.named_parameters()) for n, net in result.nets.items() if n in owners}
+    still = [f"{n}.{k}" for n, ps in trained.items() for k, p in ps.items() if torch.equal(p, start[n][k])]
+    assert not still
+    frozen = [n for n in result.nets if n not in owners]
+    assert differing({n: start[n] for n in frozen}, {n: result.nets[n].state_dict() for n in frozen}) == []
+    assert not {*frozen} & {*after}                     # and a checkpoint does not carry them
+
+
+@every_method
+def test_the_loss_is_the_weighted_sum_of_its_logged_parts(name):
+    method = load(name)
+    cfg = config(method)
+    cfg |= {key: value for key, value in zip(weights_of(method), (0.5, 3.0, 7.0, 11.0, 13.0))}
+    nets = nets_of(method, cfg)
+    for it in phases(method, cfg).values():
+        loss, logs, _ = one_step(method, nets, cfg, it)
+        keys = {part: WEIGHS.get(name, {}).get(part, f"{part}_weight") for part in logs}
+        total = sum(float(value.detach()) * cfg.get(keys[part], 1.0) for part, value in logs.items() if keys[part])
+        assert loss.item() == pytest.approx(total, rel=1e-6)
+
+
+def weights_of(method):
+    return [k for k, v in method.config.items() if k.endswith("_weight") and isinstance(v, (int, float))]
+
+
+@pytest.mark.parametrize("name, key", [(name, key) for name in run.METHODS for key in weights_of(load(name))])
+def test_a_weight_reaches_the_gradients_and_0_makes_no_call(name, key):
+    method = load(name)
+    found = {}
+    for weight in (0.0, 1.0, 100.0):
+        cfg = config(method, **{key: weight})
+        nets = nets_of(method, cfg)
+        calls = trainer.watch_calls(nets)
+        grads = {it: one_step(method, nets, cfg, it)[2] for it in phases(method, cfg).values()}
+        found[weight] = calls, grads
+    assert len(found[0.0][0]) < len(found[1.0][0]) == len(found[100.0][0])
+    assert differing(found[0.0][1], found[1.0][1]) and differing(found[1.0][1], found[100.0][1])
+
+
+@every_method
+def test_a_sample_keeps_shape_and_dtype_and_depends_on_seed_and_id_alone(name):
+    method = load(name)
+    cfg = config(method)
+    net = nets_of(method, cfg)["student"].eval()
+
+    def draw(ids, seed=3):
+        with torch.no_grad():
+            return trainer.draw_samples(method, net, cfg, ids, [i % 10 for i in ids], cfg["steps"], seed, "cpu")
+
+    x = draw([0, 1, 2, 3, 12])
+    assert x.shape == (5, *net.x_shape) and x.dtype == torch.float32 and x.isfinite().all()
+    torch.manual_seed(99)
+    assert (draw([3, 2]) - x[[3, 2]]).abs().max() < 1e-5 * x.abs().max()
+    for other in (draw([3], seed=4), draw([13])):       # 13: another id of the same class
+        assert (other - x[3]).abs().max() > 0.01 * x.abs().max()
+
+
+@every_method
+def test_a_copied_file_runs_from_any_folder_by_its_path(name, tmp_path, monkeypatch):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    copy = folder / "mine.py"
+    copy.write_text(load(name).path.read_text() + '\nconfig["max_iter"] = 2\n')
+    monkeypatch.chdir(folder)
+    method = train.load_method("mine.py")
+    cfg = config(load(name))
+    argv = [f"--{key}={cfg[key]}" for key in {*run.TINY, *run.EXTRA.get(name, {}), "teacher"} - {"max_iter"}]
+    mine, changed, _ = train.resolve(method, argv)
+    trainer.train(method, mine, changed)
+    out = tmp_path / "outputs" / "fewstep" / "tests" / "mine"
+    assert (out / "method.py").read_bytes() == copy.read_bytes()
+    written = json.loads((out / "config.json").read_text())
+    assert written["method"] == "mine" and written["max_iter"] == 2 and run.saved(out, 2)["it"] == 2
+    for (owner, preset), values in train.recipes.presets.items():   # the original's presets are found
+        if owner == name:
+            assert train.resolve(method, ["--preset", preset])[0] | values == train.resolve(method, ["--preset", preset])[0]
+
+
+@every_method
+def test_validation_and_samples_disturb_nothing(name):
+    method = load(name)
+    step, build, seen = method.step, method.build, []
+
+    def watched(nets, batch, it, cfg):
+        modes = {n: net.training for n, net in nets.items()}
+        seen.append((torch.is_grad_enabled(), modes))
+        return step(nets, batch, it, cfg)
+
+    as_built = {}
+    method.build = lambda cfg: [nets := build(cfg), as_built.update({n: net.training for n, net in nets.items()})][0]
+    method.step = watched
+    plain = run.run(method, config(method, name="plain"))
+    assert {json.dumps(s) for s in seen} == {json.dumps((True, as_built))} and as_built["student"]
+    seen.clear()
+    looked = run.run(method, config(method, name="looked", val_every=2, sample_every=3))
+    judged = [modes for grad, modes in seen if not grad]
+    assert len(judged) == 7 * len(phases(method, config(method))) and not any(any(m.values()) for m in judged)
+    assert {json.dumps(s) for s in seen if s[0]} == {json.dumps((True, as_built))}
+
+    training = [line for line in looked.lines if not any(k.startswith("val/") for k in line)]
+    timing = ("data_ms", "ms_per_it", "img_per_s", "mem_gb", "eta_s")
+    pairs = [[{k: v for k, v in line.items() if k not in timing} for line in ls] for ls in (plain.lines, training)]
+    assert pairs[0] == pairs[1] and len(pairs[0]) == 12
+    assert differing(run.saved(plain.folder, 12)["nets"], run.saved(looked.folder, 12)["nets"]) == []
+    validated = [line["it"] for line in looked.lines if any(k.startswith("val/") for k in line)]
+    assert validated == [0, 2, 4, 6, 8, 10, 12]
+    assert sorted(f.name for f in (looked.folder / "samples").iterdir()) == [f"{n:07d}.png" for n in range(0, 13, 3)]
+
+
+@every_method
+def test_pictures_change_with_the_weights_and_with_nothing_else(name):
+    method = load(name)
+    cfg = config(method, sample_every=2, max_iter=4, lr=0.03, lr_schedule="constant", warmup=0, ema=("ema:0",),
+                 **(dict(update_ratio=1) if "update_ratio" in method.config else {}))
+    grids = [(run.run(method, cfg | dict(name=n)).folder / "samples") for n in ("a", "b")]
+    first, second = [[(g / f"{it:07d}.png").read_bytes() for it in (0, 2, 4)] for g in grids]
+    assert first == second and len(set(first)) == 3
+
+
+# ---------------------------------------------------------------- ranks and micro-steps
+
+def two_ranks(names):
+    """On one of two ranks: every method with one and two micro-steps; what DMD2 draws."""
+    result = {}
+    for name in names:
+        for accum in (1, 2):
+            method = load(name)
+            out = run.run(method, config(method, max_iter=20, accum=accum, name=f"{name}_2x{accum}"))
+            result[name, accum] = out.lines, {n: net.state_dict() for n, net in out.nets.items()}
+    return result, drawn("dmd2", accum=2, steps=3, update_ratio=1, max_iter=24, t_dist="lognormal")
+
+
+def drawn(name, **changes):
+    """(exit steps, noise levels, noise) of a run, one entry per call."""
+    exits, times, noises = [], [], []
+    rollout, sample_t, add_noise = common.rollout, common.sample_t, common.add_noise
+
+    def watch_rollout(x0_of, noise, ts, schedule, kind, n):
+        exits.append(n)
+        return rollout(x0_of, noise, ts, schedule, kind, n)
+
+    def watch_t(n, *args, **kw):
+        times.append(sample_t(n, *args, **kw))
+        return times[-1]
+
+    def watch_noise(schedule, x0, eps, t):
+        noises.append(eps.sum().item())
+        return add_noise(schedule, x0, eps, t)
+
+    try:
+        common.rollout, common.sample_t, common.add_noise = watch_rollout, watch_t, watch_noise
+        method = load(name)
+        run.run(method, config(method, **changes))
+    finally:
+        common.rollout, common.sample_t, common.add_noise = rollout, sample_t, add_noise
+    return exits, torch.cat(times).tolist(), noises
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """The results of both ranks of the one two-process launch of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path_factory.mktemp("two_ranks")))
+        for name in run.METHODS:
+            config(load(name))                          # makes the toy teachers
+        return run.ranks(2, two_ranks, run.METHODS)
+
+
+@every_method
+@pytest.mark.parametrize("accum", [1, 2])
+def test_w_ranks_times_a_micro_steps_compute_what_one_rank_does_in_w_a(name, accum, launched):
+    (results, _), (others, _) = launched
+    lines, nets = results[name, accum]
+    assert differing(nets, others[name, accum][1]) == []            # replicas stay bit-identical
+    method = load(name)
+    alone = run.run(method, config(method, max_iter=20, accum=2 * accum))
+    assert [line["it"] for line in alone.lines] == [line["it"] for line in lines] == list(range(1, 21))
+    timing = ("data_ms", "ms_per_it", "img_per_s", "mem_gb", "eta_s")
+    for ours, theirs in zip(alone.lines, lines):
+        assert set(ours) == set(theirs)
+        for key in {*ours} - {*timing}:
+            assert theirs[key] == pytest.approx(ours[key], rel=1e-5), (ours["it"], key)
+
+
+def test_exit_steps_agree_over_ranks_while_times_and_noise_differ(launched):
+    (exits, *draws), (exits1, *draws1) = launched[0][1], launched[1][1]
+    assert exits == exits1 and set(exits) == {0, 1, 2}
+    for ours, others in zip(draws, draws1):             # no value twice: over ranks, micro-steps and iterations
+        assert len(ours) == len(others) >= 48 and len({*ours, *others}) == 2 * len(ours)
+
+
+def test_accumulation_averages():
+    method = load("sft")
+
+    def plain(nets, batch, it, cfg):                    # no draw: a slice's loss depends on its samples alone
+        loss = nets["student"](batch["x0"], torch.ones(len(batch["x0"])), batch["cond"]).square().mean()
+        return loss, dict(dsm=loss)
+
+    method.step = plain
+    whole, cut = (run.run(method, config(method, accum=n, name=f"accum{n}", dropout=0.0)) for n in (1, 4))
+    for a, b in zip(whole.lines, cut.lines):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["norm"] == pytest.approx(a["norm"], rel=1e-4)
+
+
+# ---------------------------------------------------------------- oracles: Gaussian data
+
+class Gauss(torch.nn.Module):
+    """The exact prediction for data N(mean, std^2) per element; mean 0 for the condition -1."""
+    x_shape, sigma_data, optional = (1, 4, 4), 0.5, ()
+
+    def __init__(self, mean, std, schedule="edm", pred="x0", learn=False):
+        super().__init__()
+        self.mean, self.std = (torch.nn.Parameter(torch.tensor(v), requires_grad=learn) for v in (mean, std))
+        self.schedule, self.pred = schedule, pred
+
+    def forward(self, x_t, t, cond={}):
+        alpha, sigma = (common.expand(c, x_t) for c in common.alpha_sigma(self.schedule, t))
+        mean = self.mean * common.expand((cond["label"] >= 0).float(), x_t)
+        x0 = mean + alpha * self.std ** 2 / (alpha ** 2 * self.std ** 2 + sigma ** 2) * (x_t - alpha * mean)
+        return common.convert(self.schedule, x_t, x0, t, "x0", self.pred)
+
+
+class Affine(torch.nn.Module):
+    """A one-step student: G(z) = q z + b."""
+    pred, x_shape, optional = "x0", (1, 4, 4), ()
+
+    def __init__(self, q, b=0.0, schedule="edm"):
+        super().__init__()
+        self.q, self.b = torch.nn.Parameter(torch.tensor(q)), torch.nn.Parameter(torch.tensor(b))
+        self.schedule = schedule
+
+    def forward(self, x_t, t, cond={}):
+        sigma = common.expand(common.alpha_sigma(self.schedule, t)[1], x_t)
+        return self.q * x_t / sigma + self.b
+
+
+def labelled(x0):
+    cond = dict(label=torch.zeros(len(x0), dtype=torch.int64))
+    return dict(x0=x0, cond=cond, uncond=dict(label=torch.full_like(cond["label"], -1)))
+
+
+@pytest.mark.parametrize("schedule, pred, t, minimum", [
+    ("edm", "x0", 0.3, 1.0), ("edm", "x0", 5.0, 1.0),   # EDM's weight: 1 at any t where sigma_data is the data's std
+    ("rf", "flow", 0.4, 0.25 / (0.36 * 0.25 + 0.16)),   # s^2 / V
+    ("trig", "v", 0.7, 0.25 / (math.cos(0.7) ** 2 * 0.25 + math.sin(0.7) ** 2)),
+    ("rf", "eps", 0.4, 0.36 * 0.25 / (0.36 * 0.25 + 0.16)),
+])
+def test_sft_at_the_exact_denoiser_of_gaussian_data_has_its_known_minimum(schedule, pred, t, minimum):
+    method = load("sft")
+    cfg = config(method, t_dist="uniform", t_min=t, t_max=t + 1e-6, cond_dropout=0.0)
+    torch.manual_seed(0)
+    batch = labelled(0.5 * torch.randn(64, 1, 64, 64))
+
+    def loss(std):
+        common.seed_default(1)
+        return method.step(dict(student=Gauss(0.0, std, schedule, pred)), batch, 0, cfg)[0].item()
+
+    assert loss(0.5) == pytest.approx(minimum, rel=0.01)
+    assert loss(0.5) < min(loss(0.45), loss(0.55))
+
+
+@pytest.mark.parametrize("p, dropped", [(0.0, 0.0), (1.0, 1.0), (0.3, 0.3)])
+def test_sft_drops_the_condition_with_its_probability(p, dropped):
+    method = load("sft")
+    cfg = config(method, cond_dropout=p, batch_size=1500)
+    nets, batch, seen = nets_of(method, cfg), batch_of(cfg), []
+    nets["student"].register_forward_pre_hook(lambda net, args: seen.append(args[2]["label"]))
+    common.seed_default(0)
+    method.step(nets, batch, 0, cfg)
+    gone = seen[0] == -1
+    assert gone.float().mean().item() == pytest.approx(dropped, abs=0.04 * (0 < p < 1))
+    assert torch.equal(seen[0][~gone], batch["cond"]["label"][~gone])
+
+
+# ---------------------------------------------------------------- DMD2
+
+def dmd2(**changes):
+    """method, config, nets of a fresh start, its = student's and fake score's first iteration."""
+    method = load("dmd2")
+    cfg = config(method, **changes)
+    its = phases(method, cfg)
+    return SimpleNamespace(method=method, cfg=cfg, nets=nets_of(method, cfg), student=its["student"], fake=its["fake"])
+
+
+def test_dmd2_students_come_last_of_every_update_ratio_plus_one():
+    method = load("dmd2")
+    turns = [method.phase(it, dict(update_ratio=5)) for it in range(60)]
+    assert [it for it in range(20) if turns[it] == "student"] == [5, 11, 17]
+    assert Counter(turns) == dict(student=10, fake=50)
+    with pytest.raises(BadInput, match="update_ratio 0 must be at least 1"):
+        dmd2(update_ratio=0)
+
+
+def test_dmd2_counts_its_turns_also_over_a_resume_and_its_ema_moves_on_the_students(monkeypatch):
+    method = load("dmd2")
+    cfg = config(method, update_ratio=5, max_iter=20, accum=2, save_every=1, ema=("ema:0.5",))
+    first = run.run(method, cfg | dict(stop_at=13))
+    seen, step = [], method.step
+    method.step = lambda nets, batch, it, cfg: seen.append((it, method.phase(it, cfg))) or step(nets, batch, it, cfg)
+    run.run(method, cfg)
+    assert sorted({it for it, _ in seen}) == list(range(13, 20)) and len(seen) == 14
+    assert {it for it, phase in seen if phase == "student"} == {17}
+    states = [run.saved(first.folder, n) for n in range(1, 21)]
+    assert states[12]["counts"] == dict(student=2, fake=11) and states[19]["counts"] == dict(student=3, fake=17)
+    moved = [n for n in range(1, 20) if differing(states[n - 1]["emas"], states[n]["emas"])]
+    assert moved == [5, 11, 17]
+
+
+@pytest.mark.parametrize("changes, student, fake", [        # nets called, in either phase
+    (dict(gan_weight=0.0), "student fake teacher", "student fake"),
+    (dict(gan_weight=0.0, guidance=0.0), "student fake teacher", "student fake"),
+    (dict(gan_weight=0.0, guidance=2.0), "student fake teacher teacher", "student fake"),
+    (dict(), "student fake teacher fake D", "student fake fake D D"),
+    (dict(r1_weight=1.0), "student fake teacher fake D", "student fake fake fake D D D"),
+    (dict(gan_features="teacher", guidance=2.0), "student fake teacher teacher teacher D",
+     "student fake teacher teacher D D"),
+    (dict(gan_features="teacher", r1_weight=1.0), "student fake teacher teacher D",
+     "student fake teacher teacher teacher D D D"),
+], ids=str)
+def test_dmd2_calls_each_net_as_often_as_its_docstring_says(changes, student, fake):
+    d = dmd2(**dict(r1_weight=0.0) | changes)
+    assert ("discriminator" in d.nets) == bool(d.cfg["gan_weight"])
+    calls = trainer.watch_calls(d.nets)
+    for it, expected in ((d.student, student), (d.fake, fake)):
+        calls.clear()
+        one_step(d.method, d.nets, d.cfg, it)
+        short = [dict(fake_score="fake", discriminator="D").get(c, c) for c in calls]
+        assert sorted(short) == sorted(expected.split())
+
+
+def test_dmd2_pulls_nowhere_while_the_fake_score_is_the_teacher():
+    d = dmd2(gan_weight=0.0)
+    loss, _, grads = one_step(d.method, d.nets, d.cfg, d.student)
+    assert loss == 0 and len(grads) == len(list(d.nets["student"].parameters()))
+    assert not any(g.any() for g in grads.values())
+    with torch.no_grad():                               # and somewhere once it is not
+        d.nets["fake_score"].out.weight.mul_(1.1)
+    loss, _, grads = one_step(d.method, d.nets, d.cfg, d.student)
+    assert loss > 0 and all(g.any() for g in grads.values())
+
+
+def test_dmd2_student_gradient_is_the_closed_form_on_gaussians():
+    """methods_image 7.5: E[(F - T) z] = alpha^2 sigma^2 (q^2 - s^2) q / (V_q V_s) = 0.254224 at alpha 0.8, sigma
+    0.6, q 0.9, s 0.5; w is the same for every sample if a sample has many elements."""
+    t = math.acos(0.8)
+    method = load("dmd2")
+    cfg = config(method, t_dist="uniform", dm_t_min=t, dm_t_max=t + 1e-9, gan_weight=0.0)
+    nets = dict(student=Affine(0.9, schedule="trig"), teacher=Gauss(0.0, 0.5, "trig"), fake_score=Gauss(0.0, 0.9, "trig"))
+    common.seed_default(0)
+    method.step(nets, labelled(torch.zeros(64, 1, 64, 64)), 5, cfg)[0].backward()
+    c = 0.8 * 0.25 / (0.64 * 0.25 + 0.36)               # T = c x_t, x - T = q (1 - c alpha) z - c sigma eps
+    gap = math.sqrt(2 / math.pi) * math.hypot(0.9 * (1 - 0.8 * c), 0.6 * c)
+    assert nets["student"].q.grad.item() == pytest.approx(0.254224 / gap, rel=0.01)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_dmd2_student_converges_to_the_guided_gaussian(guidance):
+    """The teacher's data is N(m, s^2), N(0, s^2) unconditionally: under guidance w the target is N(w m, s^2)."""
+    m, s = 0.4, 0.5
+    method = load("dmd2")
+    cfg = config(method, gan_weight=0.0, guidance=guidance, update_ratio=2, lr=1e-2, lr_fake=2e-2, weight_decay=0.0)
+    nets = dict(student=Affine(1.0, 0.0), teacher=Gauss(m, s), fake_score=Gauss(0.0, 1.0, learn=True))
+    opts = method.optimizers(nets, cfg)
+    batch = labelled(torch.zeros(64, 1, 16, 16))
+    torch.manual_seed(0)
+    path = []
+    for it in range(1000):
+        phase = method.phase(it, cfg)
+        turn(nets, opts, phase)
+        method.step(nets, batch, it, cfg)[0].backward()
+        opts[phase].step()
+        path.append((nets["student"].q.item(), nets["student"].b.item()))
+    q, b = torch.tensor(path[-200:]).mean(0).tolist()
+    assert q == pytest.approx(s, abs=0.01) and b == pytest.approx(guidance * m, abs=0.01)
+
+
+def test_dmd2_builds_a_graph_of_the_student_alone():
+    d = dmd2(gan_weight=0.0)
+    turn(d.nets, d.method.optimizers(d.nets, d.cfg), "student")
+    batch = batch_of(d.cfg)
+    x = batch["x0"]
+    alone = saved_elements(lambda: d.nets["student"](80 * torch.randn_like(x), common.t_like(80, x), batch["cond"]))
+    step = saved_elements(lambda: d.method.step(d.nets, batch, d.student, d.cfg))
+    assert alone > 100 * x.numel() and alone <= step < alone + 10 * x.numel()
+
+
+def saved_elements(f):
+    """Number of tensor elements that autograd keeps for the backward pass of f."""
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        f()
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("features", ["fake_score", "teacher"])
+def test_dmd2_gan_trains_the_fake_score_only_where_the_features_are_its_own(features):
+    grads, student = [], []
+    for weight in (1.0, 100.0):
+        d = dmd2(gan_features=features, gan_d_weight=weight, gan_weight=weight, r1_weight=weight)
+        student.append(one_step(d.method, d.nets, d.cfg, d.student)[2])
+        grads.append(one_step(d.method, d.nets, d.cfg, d.fake)[2])
+    apart = {path.split(".")[0] for path in differing(*grads)}
+    assert apart == {"/discriminator", "/fake_score"} if features == "fake_score" else apart == {"/discriminator"}
+    assert differing(*student)                          # gan_g reaches the student through either
+
+
+@pytest.mark.parametrize("amp", ["", "bf16"])
+@pytest.mark.parametrize("kind", ["simulation", "data"])
+def test_dmd2_multi_step_input_is_the_students_own_or_noised_data(kind, amp):
+    d = dmd2(steps=2, student_input=kind, gan_weight=0.0)
+    ts = common.t_list("edm", 2)
+    exits, reached = set(), []
+    for it in range(d.student, 120, d.cfg["update_ratio"] + 1):
+        calls = []
+        hook = d.nets["student"].register_forward_pre_hook(
+            lambda net, args: calls.append((torch.is_grad_enabled(), args[0].detach(), args[1])))
+        batch = batch_of(d.cfg, it)
+        d.nets["fake_score"].out.weight.data.mul_(1.01)
+        turn(d.nets, d.method.optimizers(d.nets, d.cfg), "student")
+        common.seed_default(it)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(amp)):
+            loss, _ = d.method.step(d.nets, batch, it, d.cfg)
+        loss.backward()
+        reached.append(len(gradients(d.nets)))          # a pass without gradient must not cost the next one its own
+        common.seed_default(it)
+        d.method.step(d.nets, batch | dict(x0=torch.zeros_like(batch["x0"])), it, d.cfg)
+        hook.remove()
+        half = len(calls) // 2
+        assert [grad for grad, *_ in calls[:half]] == [False] * (half - 1) + [True]
+        if kind == "simulation":
+            assert [t.tolist() for *_, t in calls[:half]] == [[ts[k]] * 8 for k in range(half)]
+            assert half - 1 == int(torch.randint(2, (), generator=common.shared_generator(d.cfg["seed"], it)))
+            exits.add(half - 1)
+        else:
+            assert half == 1 and set(calls[0][2].tolist()) <= {*ts[:-1]}
+            exits |= {*calls[0][2].tolist()}
+        if not amp:
+            same = torch.equal(calls[half - 1][1], calls[-1][1])        # does the input depend on the data?
+            assert same == (kind == "simulation")
+    assert exits == ({0, 1} if kind == "simulation" else {*ts[:-1]})
+    assert set(reached) == {len(list(d.nets["student"].parameters()))}
+
+
+def test_dmd2_generates_alike_in_training_and_sampling():
+    """Backward simulation to the last step is the sampler: same noise, same result."""
+    d = dmd2(steps=3)
+    batch = batch_of(d.cfg)
+    it = next(i for i in range(99) if torch.randint(3, (), generator=common.shared_generator(0, i)) == 2)
+    common.seed_default(5)
+    x = d.method.generate(d.nets["student"], batch, it, d.cfg)
+    common.seed_default(5)
+    with torch.no_grad():
+        sampled = d.method.sample(d.nets["student"], common.train_noise(x.shape, "cpu"), batch, d.cfg, 3)
+    assert torch.equal(x, sampled)
+
+
+def test_dmd2_samples_with_the_steps_it_was_trained_for():
+    d = dmd2(steps=2)
+    for steps in (1, 4):
+        with pytest.raises(BadInput, match=f"trained for 2 steps, not for --steps {steps}"):
+            trainer.draw_samples(d.method, d.nets["student"], d.cfg, [0], [0], steps, 0, "cpu")

@@ -1,0 +1,161 @@
+"""sample.py, on runs of two iterations of the toy net."""
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ckpt
+import sample
+import train
+import trainer
+from common import BadInput
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ["--net", "toy:tiny", "--data", "digits", "--max_iter", "2", "--batch_size", "8", "--val_every", "0",
+        "--wandb", "disabled", "--log_level", "warning"]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Folder with the runs sft, its student distilled by dmd2 (2 checkpoints), and parts: sft with a frozen layer."""
+    root = tmp_path_factory.mktemp("runs")
+    teacher = ["--teacher", str(root / "fewstep/digits/sft")]
+    text = (ROOT / "methods/sft.py").read_text()
+    for line, other in (("    return dict(student=student.train())", "    student.patch.requires_grad_(False)\n"),
+                        ('nets["student"].parameters()', '(p for p in nets["student"].parameters() if p.requires_grad)')):
+        assert line in text
+        text = text.replace(line, other + line if "return" in line else other)
+    (root / "parts.py").write_text(text)
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("FEWSTEP_OUTPUT_ROOT", str(root))
+        for path, args in ((ROOT / "methods/sft.py", []),
+                           (ROOT / "methods/dmd2.py", [*teacher, "--update_ratio", "1", "--lr", "0.01",
+                                                       "--save_every", "1", "--ema", "ema_slow:0.5"]),
+                           (root / "parts.py", [*teacher, "--guidance", "2"])):
+            method = train.load_method(path)
+            trainer.train(method, train.resolve(method, TINY + args)[0])
+    return root / "fewstep/digits"
+
+
+def drawn(run, name, ids, steps, batch):
+    net = sample.load_net(run, name, torch.device("cpu"))
+    labels = torch.tensor([i % 10 for i in ids])
+    found = {i: x for part, _, x0 in sample.draw(run, net, name, ids, labels, steps, 0, batch, torch.device("cpu"))
+             for i, x in zip(part, x0)}
+    return torch.stack([found[i] for i in ids])
+
+
+def pixels(file):
+    with Image.open(file) as picture:
+        return np.array(picture), picture.text
+
+
+@pytest.mark.parametrize("name", ["sft", "dmd2"])
+def test_by_default_the_samples_are_those_of_the_trainers_grid(runs, name, capsys):
+    sample.main([str(runs / name), "--batch", "13"])
+    file = Path(capsys.readouterr().out.split(":")[0])
+    (ours, text), (trainers, _) = pixels(file), pixels(runs / name / "samples/0000002.png")
+    assert np.array_equal(ours, trainers)
+    assert (text["run"], text["checkpoint"], text["seed"]) == (name, "2", "0-79")
+
+
+@pytest.mark.parametrize("name, steps", [("student", 1), ("teacher", 6)])
+def test_a_sample_depends_on_seed_and_class_alone_not_on_batch_or_order(runs, name, steps):
+    run, ids = sample.load_run(runs / "dmd2"), list(range(40))
+    whole = drawn(run, name, ids, steps, 64)
+    torch.testing.assert_close(drawn(run, name, ids, steps, 7), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(drawn(run, name, ids[::-1], steps, 9).flip(0), whole, rtol=0, atol=1e-5)
+    assert whole[0].sub(whole[10]).abs().max() > 1e-2                   # same class, another seed
+
+
+def test_separate_files_are_the_samples_of_the_sheet_and_say_what_they_are(runs, tmp_path):
+    args = [str(runs / "dmd2"), "--net", "ema", "--classes", "3,7", "--seeds", "0-2,11"]
+    sample.main([*args, "--out", str(tmp_path / "all")])
+    sample.main([*args, "--out", str(tmp_path / "sheet.png")])
+    sheet, text = pixels(tmp_path / "sheet.png")
+    assert text["class"] == "3,7,3,7"
+    assert sorted(os.listdir(tmp_path / "all")) == [f"{n:07d}.png" for n in (0, 1, 2, 11)]
+    for place, seed in enumerate((0, 1, 2, 11)):                        # 8 times enlarged, 2 columns, 1 pixel apart
+        one, text = pixels(tmp_path / "all" / f"{seed:07d}.png")
+        y, x = place // 2 * 9 + 1, place % 2 * 9 + 1
+        assert np.array_equal(sheet[::8, ::8][y:y + 8, x:x + 8], one)
+        assert text == dict(run="dmd2", method="dmd2", checkpoint="2", net="ema_slow", steps="1", guidance="1.0",
+                            seed=str(seed), **{"class": str((3, 7)[seed % 2])})
+
+
+def test_only_the_wanted_net_is_made_and_no_source_is_read_for_a_student(runs, monkeypatch):
+    made, read, files = [], ckpt.read, []
+    materialise = ckpt.materialise
+    monkeypatch.setattr(ckpt, "materialise", lambda net, name, *a, **k: (made.append(name), materialise(net, name, *a, **k)))
+    monkeypatch.setattr(ckpt, "read", lambda source: (files.append(source["file"]), read(source))[1])
+    run = sample.load_run(runs / "dmd2")
+    assert list(run.names) == ["ema_slow", "student", "teacher", "fake_score"]
+    student = sample.load_net(run, "student", "cpu").state_dict()
+    average = sample.load_net(run, "ema_slow", "cpu").state_dict()
+    assert made == ["student", "student"] and files == []
+    assert all(torch.equal(v, run.state["nets"]["student"][k]) for k, v in student.items())
+    assert all(torch.equal(v, run.state["emas"]["ema_slow"][k]) for k, v in average.items())
+    assert any(not torch.equal(student[k], average[k]) for k in student)
+    assert all(p.is_meta for net in run.nets.values() for p in net.parameters())
+    teacher = sample.load_net(run, "teacher", "cpu").state_dict()
+    assert made[2:] == ["teacher"] and len(files) == 1
+    origin = ckpt.load(runs / "sft/checkpoints/0000002.pth")["nets"]["student"]
+    assert all(torch.equal(v, origin[k]) for k, v in teacher.items())
+
+
+def test_frozen_parts_of_a_student_come_from_its_source(runs):
+    run = sample.load_run(runs / "parts")
+    assert not any(k.startswith("patch.") for k in run.state["nets"]["student"])
+    origin = ckpt.load(runs / "sft/checkpoints/0000002.pth")["nets"]["student"]
+    for name, kept in (("student", run.state["nets"]["student"]), ("ema", run.state["emas"]["ema"])):
+        for k, v in sample.load_net(run, name, "cpu").state_dict().items():
+            assert torch.equal(v, origin[k] if k.startswith("patch.") else kept[k])
+
+
+def test_guidance_reaches_the_sampler_and_is_refused_where_it_changes_nothing(runs, tmp_path):
+    x0 = {g: drawn(sample.load_run(runs / "parts", guidance=g), "ema", [0, 1], 4, 2) for g in (None, 1.0, 2.0)}
+    assert torch.equal(x0[None], x0[2.0]) and not torch.equal(x0[1.0], x0[2.0])
+    sample.main([str(runs / "dmd2"), "--net", "teacher", "--guidance", "2", "--steps", "2", "--out", str(tmp_path)])
+    with pytest.raises(BadInput, match="--guidance 2 changes nothing for ema_slow"):
+        sample.main([str(runs / "dmd2"), "--guidance", "2"])
+
+
+@pytest.mark.parametrize("run, args, sentence", [
+    ("nothing", "", "nothing holds no checkpoints; give a run folder"),
+    ("dmd2", "--ckpt 7", "no checkpoint 7; the nearest is 2, the newest 2"),
+    ("dmd2", "--net techer", "--net techer is not in .*; it has ema_slow, student, teacher, fake_score"),
+    ("dmd2", "--steps 3", "trained for 1 steps, not for --steps 3"),
+    ("dmd2", "--steps 0", "--steps 0 .* must be at least 1"),
+    ("dmd2", "--seeds 5-", "--seeds '5-' is not a list"),
+    ("dmd2", "--seeds 9-3", "--seeds '9-3' is not a list"),
+    ("dmd2", "--seeds 10000000", "--seeds 10000000 is out of range; numbers go from 0 to 9999999"),
+    ("dmd2", "--classes a", "--classes 'a' is not a list"),
+    ("dmd2", "--classes 10", "--classes 10 is out of range; numbers go from 0 to 9"),
+    ("dmd2", "--out config.json/there", "config.json/there cannot be written to"),
+])
+def test_bad_input_is_one_sentence(runs, run, args, sentence):
+    args = args.replace("config.json", str(runs / "dmd2/config.json"))
+    with pytest.raises(BadInput, match=sentence):
+        sample.main([str(runs / run), *args.split()])
+
+
+def test_bad_input_exits_with_2_and_a_vanished_teacher_is_named(runs, tmp_path, monkeypatch, capsys):
+    shutil.copytree(runs / "dmd2", tmp_path / "run")
+    file = ckpt.path(tmp_path / "run/checkpoints", 2)
+    state = ckpt.load(file)
+    for source in state["sources"].values():
+        source["file"] = str(tmp_path / "gone.pth")
+    torch.save(state, file)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["sample.py", str(tmp_path / "run"), "--net", "teacher"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+    assert end.value.code == 2
+    assert "gone.pth is gone since this run began" in capsys.readouterr().err
+    sample.main([str(tmp_path / "run")])                                # the student does not need it
