@@ -196,6 +196,8 @@ def main(argv):
             counts = [run.cfg["steps"] if name in run.students else 18]
             if args.steps and name not in beside:
                 counts = sample.numbers("--steps", args.steps, 1001)
+                if 0 in counts:
+                    raise BadInput(f"--steps {args.steps}: a sampler has at least 1 step")
             for steps in counts:
                 calls = trainer.watch_calls({name: net})
                 next(sample.draw(run, net, name, [0], torch.tensor([0]), steps, 0, 1, device))

@@ -4,6 +4,7 @@ import json
 import netrc
 import os
 import resource
+import secrets
 import sys
 
 import torch
@@ -201,7 +202,7 @@ def start_wandb(cfg, folder, say):
     try:
         import wandb
         id_file = folder / "wandb_id.txt"
-        run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
+        run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
         wandb.init(project=cfg["project"], group=cfg["group"], name=cfg["name"], id=run_id, resume="allow", mode=mode,
                    dir=str(folder), config=cfg, settings=wandb.Settings(silent=True, init_timeout=30))
         id_file.write_text(run_id + "\n")

@@ -5,8 +5,9 @@
     torchrun --nproc_per_node 8 sample.py RUN --seeds 0-49999 --batch 250 --out FOLDER   a PNG per sample
 
 Sample s has the class classes[s % len(classes)]. It depends on s, that class and the weights alone (to 1e-5,
-in float32), not on the batch or the rank that draws it; 0-79 are the trainer's grid. The run's own method.py
-samples, with the checkpoint's config. PNGs carry run, checkpoint, net, steps, guidance, seed, class as text.
+in float32), not on the batch or the rank that draws it; of ten classes, 0-79 are the trainer's grid. The run's
+own method.py samples, with the checkpoint's config. Run, checkpoint, net, steps, guidance, seed and class are
+in the PNGs as text.
 """
 import argparse
 import copy
@@ -116,7 +117,7 @@ def start(device):
                           (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = startup.pick_device(dict(device=device), local)
     torch.backends.cudnn.allow_tf32 = False             # with TF32 a sample would depend on its batch
-    if world > 1 and not dist.is_initialized():
+    if world > 1:
         dist.init_process_group("gloo")
     return device, rank, world
 

@@ -296,7 +296,7 @@ def train(method, cfg, changed=(), dry_run=False):
 
         look(done)
         if cfg["log_every"] and (done % cfg["log_every"] == 0 or done == last):
-            n = done % cfg["log_every"] or min(cfg["log_every"], done - start)
+            n = min(done % cfg["log_every"] or cfg["log_every"], done - start)
             values = meter.flush() | dict(ms_per_it=busy / n * 1e3, img_per_s=n * cfg["batch_size"] / busy,
                                           mem_gb=logs.memory_gb(device), eta_s=(last - done) * clock / (done - start))
             busy = 0.0

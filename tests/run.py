@@ -1,15 +1,12 @@
 """What test_methods.py and test_trainer.py share: a tiny run of any method file, and fresh processes for ranks."""
-import atexit
 import json
 import multiprocessing
 import os
 import pickle
-import shutil
 import tempfile
 import time
 import traceback
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +24,7 @@ from nets import encoders
 METHODS = sorted(p.stem for p in (trainer.ROOT / "methods").glob("*.py"))
 TINY = dict(net="toy:tiny", device="cpu", batch_size=8, max_iter=12, workers=0, log_every=1, val_every=0, val_batches=1,
             sample_every=0, save_every=0, wandb="disabled", log_level="warning", group="tests")
+TIMING = ("data_ms", "ms_per_it", "img_per_s", "mem_gb", "eta_s")   # keys of a log line that no run repeats
 # what a method needs besides: its kind of toy net, fewer steps than its own sampler takes
 EXTRA = dict(
     sft=dict(steps=2, dropout=0.1),
@@ -48,15 +46,15 @@ def config(method, **changes):
     return cfg | extra | changes
 
 
-@cache
 def teacher(spec):
-    """A file with weights of a toy net, drawn once."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    net = common.make_net(spec, label_dim=10)
-    ckpt.materialise(net, "teacher", 1)
-    torch.save(net.state_dict(), folder / "teacher.pth")
-    return str(folder / "teacher.pth")
+    """A file with weights of a toy net, always the same."""
+    file = Path(os.environ["FEWSTEP_OUTPUT_ROOT"], "teachers", f"{spec}.pth")
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        net = common.make_net(spec, label_dim=10)
+        ckpt.materialise(net, "teacher", 1)
+        ckpt.save(file, net.state_dict())
+    return str(file)
 
 
 def nets_of(method, cfg):

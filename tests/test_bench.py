@@ -1,35 +1,88 @@
-"""tools/bench.py: what its table lists. Speed itself is not tested."""
+"""tools/bench.py: what its tables list. Speed itself is not tested."""
 import re
-import shutil
 import sys
-from pathlib import Path
+from collections import Counter
 
 import pytest
+import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+import run
+import trainer
+from common import BadInput
+
+sys.path.insert(0, str(trainer.ROOT / "tools"))
 import bench  # noqa: E402
-from common import BadInput  # noqa: E402
 
-PARTS = ["data + encode", "step", "backward", "average, clip + guard", "optimizer", "EMA + log", "= iteration"]
+PARTS = ["data + encode", "step", "backward", "average, clip + guard", "optimizer", "EMA + log",
+         "= iteration"]
+FAKE = ["student forward x 2", "fake_score forward + backward", "features forward + backward (real, r1)",
+        "discriminator forward + backward (both, r1) x 2", "optimizer", "= passes"]
+STUDENT = ["student forward, simulated steps", "student forward + backward", "fake_score forward",
+           "teacher forward", "features forward + input gradient", "discriminator forward + input gradient",
+           "optimizer", "= passes"]
 
 
 def table(argv, monkeypatch, capsys):
-    """{phase: {row: median}} of what bench prints, and {phase: device syncs}."""
-    monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", "")       # bench sets it; this puts it back afterwards
+    """{phase: [(row, median)]} and {phase: device syncs} of what bench prints."""
+    monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", "")       # bench sets it, and this puts it back
     bench.main([*map(str, argv), "--net", "toy:tiny", "--batch_size", "4", "--blocks", "2", "--iters", "2"])
-    phases, syncs = {}, {}
-    for line in capsys.readouterr().out.splitlines():
+    rows, syncs = {}, {}
+    for line in capsys.readouterr().out.splitlines()[1:]:
         if head := re.match(r"(\w+): (\d+) device sync", line):
-            phases[head[1]] = rows = {}
-            syncs[head[1]] = int(head[2])
-        elif cells := re.match(r"  (.+?) +([\d.]+)  \[([\d.]+) ([\d.]+)\]$", line):
-            assert float(cells[3]) <= float(cells[2]) <= float(cells[4])
-            assert cells[1] not in list(rows)[-6:]      # "optimizer" is a row of the passes and one of the iteration
-            rows[cells[1]] = float(cells[2])
-    return phases, syncs
+            rows[head[1]], syncs[head[1]] = [], int(head[2])
+        else:
+            name, *values = re.fullmatch(r"  (\S.*?) +([\d.]+)  \[([\d.]+) ([\d.]+)\]", line).groups()
+            mid, low, high = map(float, values)
+            assert low <= mid <= high
+            rows[[*rows][-1]].append((name, mid))
+    return rows, syncs
 
 
-def passes(rows):
-    names = list(rows)
-    return names[:names.index("= passes")]
+def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(monkeypatch, capsys):
+    rows, syncs = table([trainer.ROOT / "methods" / "dmd2.py", "--steps", "3"], monkeypatch, capsys)
+    assert syncs == dict(fake=1, student=1) and list(rows) == ["fake", "student"]
+    for phase, names in dict(fake=FAKE, student=STUDENT).items():
+        assert [name for name, _ in rows[phase]] == names + PARTS + ["ratio", "MB", "MB of the passes"]
+        values = [value for _, value in rows[phase]]
+        n = len(names) - 1
+        assert sum(values[:n]) == pytest.approx(values[n], abs=0.05)    # of two blocks the median is the mean
+        assert sum(values[n + 1:n + 7]) == pytest.approx(values[n + 7], abs=0.05)
+
+
+@pytest.mark.parametrize("name, changes", [
+    ("sft", dict()), ("sft", dict(logvar=True)),
+    ("dmd2", dict()), ("dmd2", dict(gan_weight=0.0, guidance=2.0)),
+    ("dmd2", dict(r1_weight=1.0, steps=2, student_input="data")),
+    ("dmd2", dict(r1_weight=1.0, gan_features="teacher", guidance=0.0))], ids=str)
+def test_the_passes_of_a_phase_are_the_net_calls_of_its_step(name, changes):
+    method = run.load(name)
+    cfg = run.config(method, **changes)
+    nets, batch = run.nets_of(method, cfg), run.batch_of(cfg)
+    opts, calls = method.optimizers(nets, cfg), Counter()
+    for key, net in nets.items():       # per net: with a graph or without, whole or to the last tap
+        net.register_forward_pre_hook(lambda module, args, kwargs, key=key: calls.update(
+            {(key, torch.is_grad_enabled(), kwargs.get("stop", False)): weight}), with_kwargs=True)
+    for phase, it in run.phases(method, cfg).items():
+        run.turn(nets, opts, phase)
+        weight = 1
+        calls.clear()
+        method.step(nets, batch, it, cfg)[0].backward()
+        of_step, with_grad = Counter(calls), {*run.gradients(nets)}
+        run.turn(nets, opts, phase)
+        rows = bench.PASSES[name](bench.Passes(nets, batch), cfg)[phase]
+        calls.clear()
+        for _, weight, call in rows:
+            if weight:
+                call()
+        assert calls == of_step
+        assert {*run.gradients(nets)} == with_grad
+
+
+def test_a_method_without_an_entry_is_refused_and_a_copy_is_not(tmp_path, monkeypatch, capsys):
+    text = (trainer.ROOT / "methods" / "sft.py").read_text()
+    (tmp_path / "mine.py").write_text(text)
+    rows, _ = table([tmp_path / "mine.py"], monkeypatch, capsys)
+    assert [name for name, _ in rows["student"][:3]] == ["student forward + backward", "optimizer", "= passes"]
+    (tmp_path / "other.py").write_text(text.replace('recipes="sft"', 'recipes="other"'))
+    with pytest.raises(BadInput, match=r"passes of sft, dmd2.*other\.py.*recipes 'other'.*PASSES"):
+        bench.main([str(tmp_path / "other.py")])

@@ -167,8 +167,7 @@ def test_validation_and_samples_disturb_nothing(name):
     assert {json.dumps(s) for s in seen if s[0]} == {json.dumps((True, as_built))}
 
     training = [line for line in looked.lines if not any(k.startswith("val/") for k in line)]
-    timing = ("data_ms", "ms_per_it", "img_per_s", "mem_gb", "eta_s")
-    pairs = [[{k: v for k, v in line.items() if k not in timing} for line in ls] for ls in (plain.lines, training)]
+    pairs = [[{k: v for k, v in line.items() if k not in run.TIMING} for line in ls] for ls in (plain.lines, training)]
     assert pairs[0] == pairs[1] and len(pairs[0]) == 12
     assert differing(run.saved(plain.folder, 12)["nets"], run.saved(looked.folder, 12)["nets"]) == []
     validated = [line["it"] for line in looked.lines if any(k.startswith("val/") for k in line)]
@@ -244,10 +243,9 @@ def test_w_ranks_times_a_micro_steps_compute_what_one_rank_does_in_w_a(name, acc
     method = load(name)
     alone = run.run(method, config(method, max_iter=20, accum=2 * accum))
     assert [line["it"] for line in alone.lines] == [line["it"] for line in lines] == list(range(1, 21))
-    timing = ("data_ms", "ms_per_it", "img_per_s", "mem_gb", "eta_s")
     for ours, theirs in zip(alone.lines, lines):
         assert set(ours) == set(theirs)
-        for key in {*ours} - {*timing}:
+        for key in {*ours} - {*run.TIMING}:
             assert theirs[key] == pytest.approx(ours[key], rel=1e-5), (ours["it"], key)
 
 

@@ -1,0 +1,576 @@
+"""The loop: exact resume, what a checkpoint holds, skipped updates, precision, logging, sources of weights.
+Refused input and damaged checkpoints are in test_bad_input.py, preemption in test_resume.py."""
+import json
+import os
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ckpt
+import common
+import logs
+import run
+import startup
+import train
+import trainer
+from common import BadInput
+from run import config, differing, load, saved
+
+every_method = pytest.mark.parametrize("name", run.METHODS)
+EMAS = ("ema:0.9", "ema_power:power=0.1", "ema_half:half_kimg=0.05")
+
+
+@pytest.fixture(autouse=True)
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path / "outputs"))
+    return tmp_path / "outputs" / "fewstep" / "tests"
+
+
+def refused(f, *args):
+    """The sentence of the BadInput that f raises; its frames, with the lock of a run in them, are gone."""
+    try:
+        f(*args)
+    except BadInput as e:
+        return str(e)
+    raise AssertionError("went through")
+
+
+def poisoned(method, *its, by=float("nan")):
+    """The method with a loss times `by` in these iterations."""
+    step = method.step
+
+    def poison(nets, batch, it, cfg):
+        loss, parts = step(nets, batch, it, cfg)
+        return (loss * by if it in its else loss), parts
+
+    method.step = poison
+    return method
+
+
+# ---------------------------------------------------------------- exact resume, in new processes, on one and two ranks
+
+def train_parts(names, parts):
+    """Of every method the parts of a run, {name: changes}: one straight, one stopped and continued."""
+    for name in names:
+        for part, changes in parts.items():
+            method = load(name)
+            amp = "fp16" if name == "sft" else ""       # the scaler's state belongs to a run, too
+            run.run(method, config(method, lr_schedule="cosine:0.1", warmup=3, ema=EMAS, max_iter=20, val_every=5,
+                                   sample_every=5, amp=amp, name=f"{name}_{part}", **dict(accum=2) | changes))
+
+
+def two_ranks():
+    """What else is checked on two ranks."""
+    a, b, c = params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    rank = float(os.environ["RANK"])
+    torch.distributed.init_process_group()
+    world = torch.distributed.group.WORLD
+    a.grad = torch.full((2,), 1.0 + rank)               # 1 and 2
+    if rank == 1:
+        b.grad = torch.full((2,), 4.0)                  # none and 4
+    trainer.average_gradients(params, world, 2)
+    grads = [p.grad for p in params]
+    told = common.from_rank0(["rank 0", 0] if rank == 0 else None, world)
+    torch.distributed.destroy_process_group()
+
+    method = load("sft")
+    if rank == 1:
+        poisoned(method, 2, by=float("inf"))
+    skipping = run.run(method, config(method, max_iter=4, name="one_rank_is_inf"))
+    method = load("dmd2")
+    step = method.step
+    if rank == 1:
+        method.step = lambda nets, batch, it, cfg: (nets["teacher"](batch["x0"], common.t_like(1, batch["x0"])),
+                                                    step(nets, batch, it, cfg))[1]
+    sentence = refused(run.run, method, config(method, max_iter=4, name="other_order", debug_calls=True))
+    return grads, told, {k: v.detach() for k, v in skipping.nets["student"].state_dict().items()}, skipping.lines, sentence
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def continued(request, tmp_path_factory):
+    """(folder of the runs, number of ranks) after the runs above, in two launches of new processes."""
+    root, world = tmp_path_factory.mktemp("continued"), request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEWSTEP_OUTPUT_ROOT", str(root))
+        for name in run.METHODS:
+            config(load(name))                          # makes the toy teachers
+        run.ranks(world, train_parts, run.METHODS, dict(straight={}, parts=dict(stop_at=10)))
+        folder = root / "fewstep" / "tests"
+        if world == 2:
+            shutil.copytree(folder / "dmd2_parts", folder / "dmd2_on_one")
+        run.ranks(world, train_parts, run.METHODS, dict(parts={}))
+        if world == 2:
+            train_parts(["dmd2"], dict(on_one=dict(accum=4)))
+    return folder, world
+
+
+@every_method
+def test_a_stopped_and_continued_run_is_bit_identical_to_a_straight_one(name, continued):
+    folder, _ = continued
+    straight, parts = folder / f"{name}_straight", folder / f"{name}_parts"
+    assert ckpt.scan(straight / "checkpoints") == [20] and ckpt.scan(parts / "checkpoints") == [10, 20]
+    a, b = saved(straight, 20), saved(parts, 20)
+    assert sum(a["counts"].values()) == 20 and set(a["emas"]) == {"ema", "ema_power", "ema_half"}
+    kept = ("it", "nets", "emas", "optims", "counts", "skipped", "scaler", "sources", "method", "format")
+    assert differing({k: a[k] for k in kept}, {k: b[k] for k in kept}) == []
+    assert bool(a["scaler"]) == (name == "sft")
+    ours, others = ([{k: v for k, v in line.items() if k not in run.TIMING} for line in run.lines(f)]
+                    for f in (straight, parts))
+    assert ours == others and [line["it"] for line in ours if "val/student/loss" in line] == [0, 5, 10, 15, 20]
+    for it in (0, 5, 10, 15, 20):
+        grid = f"samples/{it:07d}.png"
+        assert (straight / grid).read_bytes() == (parts / grid).read_bytes()
+
+
+def test_a_run_of_two_ranks_continues_on_one_with_twice_the_micro_steps(continued):
+    folder, world = continued
+    for ours, others in zip(run.lines(folder / "dmd2_straight"), run.lines(folder / "dmd2_on_one")) if world == 2 else ():
+        assert set(ours) == set(others)
+        for key in {*ours} - {*run.TIMING}:
+            assert others[key] == pytest.approx(ours[key], rel=1e-5), (ours["it"], key)
+
+
+def test_two_ranks_agree():
+    for name in ("sft", "dmd2"):
+        config(load(name))
+    grads, told, nets, lines, sentence = zip(*run.ranks(2, two_ranks))
+    for a, b, c in grads:
+        assert a.tolist() == [1.5, 1.5] and b.tolist() == [2, 2] and c is None     # None on every rank stays None
+    assert told == (["rank 0", 0],) * 2
+    assert differing(*nets) == [] and all(v.isfinite().all() for v in nets[0].values())
+    assert [line.get("skipped", 0) for line in lines[0]] == [0, 0, 1, 0]
+    assert all("rank 1 calls nets in another order than rank 0, from call 0" in s for s in sentence)
+
+
+def test_average_gradients_and_from_rank0_leave_one_process_alone():
+    p = torch.nn.Parameter(torch.zeros(2))
+    trainer.average_gradients([p], None, 1)
+    assert p.grad is None and common.from_rank0("x", None) == "x"
+
+
+def test_ema_rates_continue_with_the_count_of_student_updates(monkeypatch):
+    method = load("dmd2")
+    cfg = config(method, update_ratio=1, max_iter=20, ema=EMAS)
+    run.run(method, cfg | dict(stop_at=10))             # 5 student updates
+    betas, update_ema = [], trainer.update_ema
+    monkeypatch.setattr(trainer, "update_ema", lambda ema, net, beta: betas.append(beta) or update_ema(ema, net, beta))
+    run.run(method, cfg)
+    assert betas == [common.ema_beta(entry, n, 8) for n in range(6, 11) for entry in EMAS]
+    gamma = 6.938                                       # of relative width 0.1 (Karras 2024)
+    assert betas[1] == pytest.approx((1 - 1 / 6) ** (gamma + 1), rel=1e-3)
+
+
+def test_every_ema_is_the_chain_of_its_own_rates(outputs):
+    method = load("sft")
+    cfg = config(method, max_iter=6, save_every=1, ema=EMAS)
+    start = run.nets_of(method, dict(cfg))["student"].state_dict()
+    run.run(method, cfg)
+    emas = {e: {k: v.double() for k, v in start.items()} for e in EMAS}
+    for n in range(1, 7):
+        student = saved(outputs / "sft", n)["nets"]["student"]
+        for entry, ema in emas.items():
+            beta = common.ema_beta(entry, n, 8)
+            for k, v in student.items():
+                ema[k] = beta * ema[k] + (1 - beta) * v
+    for entry, ema in emas.items():
+        stored = saved(outputs / "sft", 6)["emas"][entry.partition(":")[0]]
+        for k, v in ema.items():
+            torch.testing.assert_close(stored[k].double(), v, rtol=1e-5, atol=1e-6)
+
+
+def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(capsys):
+    method, opts = load("sft"), []
+    optimizers = method.optimizers
+    method.optimizers = lambda nets, cfg: opts.append(optimizers(nets, cfg)) or opts[-1]
+    cfg = config(method, warmup=0, lr_schedule="cosine:0.5", max_iter=10)
+    run.run(method, cfg | dict(stop_at=5))
+    lines = run.run(method, cfg | dict(lr=0.05, weight_decay=0.3, betas=(0.8, 0.9))).lines
+    assert lines[5]["it"] == 6 and lines[5]["lr"] == pytest.approx(0.05 * common.lr_factor("cosine:0.5", 5, 0, 10))
+    assert lines[9]["lr"] == pytest.approx(0.025)
+    group = opts[-1]["student"].param_groups[0]
+    assert group["weight_decay"] == 0.3 and group["betas"] == (0.8, 0.9)
+    assert all(s["step"] == 10 for s in opts[-1]["student"].state.values())
+    out = capsys.readouterr().out
+    assert "config differs from the checkpoint: lr was 0.002, now 0.05" in out and "weight_decay was 0.0, now 0.3" in out
+
+
+def test_an_ema_that_the_checkpoint_lacks_starts_from_the_student(outputs):
+    method = load("sft")
+    cfg = config(method, max_iter=5, ema=("ema:0.9",))
+    run.run(method, cfg | dict(stop_at=4))
+    run.run(method, cfg | dict(ema=("ema:0.9", "ema_new:0.5")))
+    before, after = (saved(outputs / "sft", n) for n in (4, 5))
+    for k, v in after["emas"]["ema_new"].items():
+        torch.testing.assert_close(v, (before["nets"]["student"][k] + after["nets"]["student"][k]) / 2)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(outputs, monkeypatch):
+    written, save = [], ckpt.save
+    monkeypatch.setattr(ckpt, "save", lambda file, state: written.append(file.name) or save(file, state))
+    method, its = load("sft"), []
+    step = method.step
+    method.step = lambda nets, batch, it, cfg: its.append(it) or step(nets, batch, it, cfg)
+    lines = run.run(method, config(method, max_iter=10, save_every=5, log_every=3, val_every=5)).lines
+    assert written == ["0000005.pth", "0000010.pth"]
+    assert its == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]              # validation: 0, and 5 and 10 after 4 and 9
+    assert [line["it"] for line in lines if "loss" in line] == [3, 6, 9, 10]
+    assert [line["it"] for line in lines if "val/student/loss" in line] == [0, 5, 10]
+    run.run(method, config(method, max_iter=7, save_every=5, name="seven"))
+    assert ckpt.scan(outputs / "seven" / "checkpoints") == [5, 7]
+    its.clear()
+    trainer.train(method, config(method, max_iter=0, name="none"))
+    assert not its and ckpt.scan(outputs / "none" / "checkpoints") == []
+
+
+def test_the_scan_takes_seven_digits_and_pth_only(tmp_path, outputs):
+    for name in ("0000500.pth", "0002500.pth", "9999999.pth", "10000000.pth", "0003000.pth.tmp", "latest_ar.pth",
+                 "best.pth", "0004000 (copy).pth", "-000001.pth", "latest_checkpoint.txt", "٠٠٠٠٠٠١.pth"):
+        (tmp_path / name).touch()
+    (tmp_path / "0009000").mkdir()
+    assert ckpt.scan(tmp_path) == [500, 2500, 9999999]
+    assert ckpt.scan(tmp_path / "missing") == []
+    junk = outputs / "sft" / "checkpoints"
+    junk.mkdir(parents=True)
+    for name in ("best.pth", "10000000.pth", ".0000003.pth.17.tmp"):
+        (junk / name).touch()
+    method = load("sft")
+    assert [line["it"] for line in run.run(method, config(method, max_iter=2)).lines] == [1, 2]
+    assert sorted(f.name for f in junk.iterdir()) == ["0000002.pth", "10000000.pth", "best.pth"]
+
+
+def test_keep_last_deletes_all_but_the_newest(outputs):
+    method = load("sft")
+    run.run(method, config(method, max_iter=9, save_every=2, keep_last=2))
+    assert ckpt.scan(outputs / "sft" / "checkpoints") == [8, 9]
+
+
+def fill_the_disk():
+    """Saves at 2; from then on no file may grow beyond 50 kB, which stands in for a full disk."""
+    import resource
+    method = load("sft")
+    step = method.step
+
+    def limited(nets, batch, it, cfg):
+        if it == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        return step(nets, batch, it, cfg)
+
+    method.step = limited
+    sentence = refused(run.run, method, config(method, max_iter=6, save_every=2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return sentence
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_checkpoint_before(outputs):
+    sentence, = run.ranks(1, fill_the_disk)
+    folder = outputs / "sft" / "checkpoints"
+    assert f"could not write {folder / '0000004.pth'}" in sentence and "free some space" in sentence
+    assert [f.name for f in folder.iterdir()] == ["0000002.pth"]
+    method = load("sft")
+    run.run(method, config(method, max_iter=6))         # and the same command continues
+    assert saved(outputs / "sft", 6)["it"] == 6 and len(run.lines(outputs / "sft")) == 6
+
+
+@every_method
+def test_a_start_on_the_meta_device_equals_a_plain_one(name):
+    method = load(name)
+    cfg = config(method)
+    meta = run.nets_of(method, cfg)
+    torch.manual_seed(123)
+    plain = method.build(cfg)
+    inits = method.init(cfg)
+    startup.fill(plain, inits, {s: ckpt.resolve(s) for s in inits.values() if s not in plain}, None,
+                 {n: [] for n in plain}, cfg)
+    assert {n: net.training for n, net in meta.items()} == {n: net.training for n, net in plain.items()}
+    for n, net in meta.items():
+        assert differing(dict(net.named_parameters()), dict(plain[n].named_parameters())) == []
+        assert differing(dict(net.named_buffers()), dict(plain[n].named_buffers())) == []
+
+
+# ---------------------------------------------------------------- non-finite gradients
+
+@every_method
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_reaches_nothing(name, bad, outputs):
+    method = load(name)
+    cfg = config(method, max_iter=6, save_every=1, warmup=10, lr_schedule="constant", ema=EMAS,
+                 **(dict(update_ratio=1) if "update_ratio" in method.config else {}))
+    _, it, later, *_ = [it for it in range(6) if method.phase(it, cfg) == "student"]
+    lines = run.run(poisoned(method, it, by=bad), cfg).lines
+    before, after, end = (saved(outputs / name, n) for n in (it, it + 1, 6))
+    assert differing(*({k: s[k] for k in ("nets", "emas", "optims", "counts")} for s in (before, after))) == []
+    assert (before["skipped"], after["skipped"], end["skipped"]) == (0, 1, 0)
+    assert sum(end["counts"].values()) == 5
+    assert [line.get("skipped") for line in lines] == [1.0 if n == it else None for n in range(6)]
+    assert "norm" not in lines[it] and lines[later]["lr"] == pytest.approx(cfg["lr"] * 2 / 10)  # warm-up waits
+    for state in (end["nets"]["student"], *end["emas"].values()):
+        assert all(v.isfinite().all() for v in state.values())
+
+
+def test_max_skipped_in_a_row_end_the_run_and_count_over_a_resume():
+    method = poisoned(load("sft"), 1, 4, 5, 6, 7)
+    cfg = config(method, max_iter=12, save_every=2, max_skipped=3)
+    sentence = refused(run.run, method, cfg)
+    assert re.search(r"not finite 3 times in a row, last at it 6, phase 'student' \(.*dsm.*\); last checkpoint 6; "
+                     r'--amp "" runs in float32', sentence)
+    assert "2 times" not in sentence and "last at it 6" in refused(run.run, method, cfg)
+    assert run.run(method, cfg | dict(name="off", max_skipped=0)).lines[-1]["it"] == 12
+
+
+# ---------------------------------------------------------------- precision and clipping
+
+TWO_WEIGHTS = '''
+import torch
+config = dict(max_iter=4, batch_size=2, lr=0.25)
+class Weight(torch.nn.Module):
+    schedule, pred, x_shape, optional = "edm", "x0", (1, 8, 8), ()
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.empty(1))
+    def reset_parameters(self):
+        torch.nn.init.ones_(self.w)
+    def forward(self):
+        return self.w.sum()
+def build(cfg): return dict(student=Weight(), fake=Weight())
+def init(cfg): return {}
+def optimizers(nets, cfg): return {n: torch.optim.SGD(net.parameters(), lr=cfg["lr"]) for n, net in nets.items()}
+def phase(it, cfg): return "student" if it % 2 else "fake"
+def step(nets, batch, it, cfg): return nets[phase(it, cfg)]() * (1e38 if it == 0 else 1.0), {}
+def sample(net, noise, batch, cfg, steps): return noise(0)
+'''
+
+
+def test_one_scaler_serves_two_optimizers_with_one_update_per_iteration(tmp_path, monkeypatch):
+    (tmp_path / "two.py").write_text(TWO_WEIGHTS)
+    method = train.load_method(tmp_path / "two.py")
+    updates, update = [], torch.amp.GradScaler.update
+    monkeypatch.setattr(torch.amp.GradScaler, "update", lambda self: updates.append(1) or update(self))
+    result = run.run(method, config(method, max_iter=4, save_every=1, amp="fp16", clip=0.0))
+    weights = [[saved(result.folder, n)["nets"][net]["w"].item() for net in ("fake", "student")] for n in (1, 2, 3, 4)]
+    # the overflow of it 0 halves the scale; a second update would have made the student's first step 0.5
+    assert weights == [[1.0, 1.0], [1.0, 0.75], [0.75, 0.75], [0.75, 0.5]]
+    assert [line["scale"] for line in result.lines] == [32768.0] * 4 and len(updates) == 4
+    assert saved(result.folder, 4)["counts"] == dict(student=2, fake=1)
+
+
+@every_method
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_autocast_runs_with_float32_weights(name, amp):
+    method = load(name)
+    plain = run.run(method, config(method, name="plain")).lines
+    result = run.run(method, config(method, name="amp", amp=amp))
+    state = saved(result.folder, 12)
+    for tensors in (*state["nets"].values(), *state["emas"].values()):
+        assert {v.dtype for v in tensors.values()} == {torch.float32}
+    losses = [[v for line in lines for k, v in line.items() if k.startswith("loss")] for lines in (plain, result.lines)]
+    assert losses[0] != losses[1]
+    for a, b in zip(*losses):
+        assert b == pytest.approx(a, rel=0.2, abs=0.02)
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+def test_clipping_is_torchs_over_all_nets_of_the_phase(clip, monkeypatch):
+    method, opts, raw, clipped = load("dmd2"), [], [], []
+    optimizers, average = method.optimizers, trainer.average_gradients
+
+    def watched(nets, cfg):
+        opts.append(optimizers(nets, cfg))
+        for opt in opts[-1].values():
+            opt.register_step_pre_hook(lambda opt, *_: clipped.append(
+                [p.grad.clone() for g in opt.param_groups for p in g["params"]]))
+        return opts[-1]
+
+    monkeypatch.setattr(trainer, "average_gradients", lambda params, *rest: (
+        average(params, *rest), raw.append([p.grad.clone() for p in params])))
+    method.optimizers = watched
+    lines = run.run(method, config(method, clip=clip)).lines
+    assert len(raw) == len(clipped) == 12
+    for it, (before, after) in enumerate(zip(raw, clipped)):
+        params = [torch.nn.Parameter(torch.zeros_like(g)) for g in before]
+        for p, g in zip(params, before):
+            p.grad = g.clone()
+        norm = torch.nn.utils.clip_grad_norm_(params, clip)
+        logged = lines[it]["norm" if method.phase(it, config(method)) == "student" else "norm_fake"]
+        assert logged == pytest.approx(norm.item(), rel=1e-5)
+        for p, g in zip(params, after):
+            torch.testing.assert_close(g, p.grad, rtol=1e-4, atol=1e-9)
+
+
+# ---------------------------------------------------------------- what a run says
+
+STUDENT, FAKE = ["loss", "dm", "gan_g"], ["loss_fake", "dsm", "gan_d", "r1"]
+
+
+def test_log_lines_have_fixed_keys_and_means_over_their_window(capsys):
+    method = load("dmd2")
+    ones = run.run(method, config(method, update_ratio=2, max_iter=10, r1_weight=0.1, name="ones")).lines
+    capsys.readouterr()
+    cfg = config(method, update_ratio=2, max_iter=10, r1_weight=0.1, log_every=5, log_level="info", name="fives")
+    fives = run.run(method, cfg).lines                  # the second window begins with a turn of the student's
+    rates = ["norm", "norm_fake", "lr", "lr_fake"]
+    for line, window in zip(fives, (ones[:5], ones[5:])):
+        assert set(line) == {"it", *STUDENT, *FAKE, *rates, *run.TIMING}
+        for key in (*STUDENT, *FAKE, *rates):           # its own turns only
+            turns = [one[key] for one in window if key in one]
+            assert line[key] == pytest.approx(sum(turns) / len(turns), rel=1e-5)
+        assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000) and line["mem_gb"] > 0.05
+    assert set(ones[0]) == {"it", *FAKE, "norm_fake", "lr_fake", *run.TIMING}
+    number = r"-?\d[\d.e+-]*"
+    pattern = " ".join(f"{k} {number}" for k in STUDENT + FAKE) + rf" \| norm {number} norm_fake {number} \| " \
+        rf"lr {number} lr_fake {number} \| \d+ ms/it \| data [\d.]+ ms \| \d+ img/s \| [\d.]+ GB \| eta \d+m\d\ds"
+    text = [line for line in capsys.readouterr().out.splitlines() if line.startswith("it 0")]
+    assert len(text) == 2
+    for line, done in zip(text, (5, 10)):                # in this order whoever's turn came first
+        assert re.fullmatch(rf"it {done:06d}/000010 \| " + pattern, line), line
+
+
+def test_times_are_per_iteration_of_the_window_also_after_a_resume(monkeypatch):
+    method, now = load("sft"), [0.0]
+    step = method.step
+
+    def second(nets, batch, it, cfg):
+        now[0] += 1.0
+        return step(nets, batch, it, cfg)
+
+    method.step = second
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    cfg = config(method, max_iter=20, log_every=4)
+    run.run(method, cfg | dict(stop_at=5))
+    lines = run.run(method, cfg | dict(stop_at=7)).lines
+    assert [line["it"] for line in lines] == [4, 5, 7]
+    assert [line["ms_per_it"] for line in lines] == [1000.0] * 3 and [line["img_per_s"] for line in lines] == [8.0] * 3
+    assert run.run(method, cfg).lines[-4]["eta_s"] == 12                # at 8: 12 iterations are left
+
+
+def test_val_settings_validate_under_changed_keys():
+    method = load("dmd2")
+    cfg = config(method, max_iter=2, update_ratio=1, val_every=2, val_batches=2,
+                 val_settings=("guidance=2", "guidance=0.5;dm_t_max=9"))
+    lines = [line for line in run.run(method, cfg).lines if "val/student/dm" in line]
+    changed = cfg | dict(val_settings=(), name="changed", guidance=0.5, dm_t_max=9.0)
+    alone = run.run(method, changed).lines[0]
+    assert [line["it"] for line in lines] == [0, 2]
+    parts = [f"student/{k}" for k in ("loss", "dm", "gan_g")] + [f"fake/{k}" for k in ("loss", "dsm", "gan_d")]
+    for label in ("", "guidance=2/", "guidance=0.5;dm_t_max=9/"):
+        assert all(f"val/{label}{p}" in line for p in parts for line in lines)
+    first = lines[0]
+    assert first["val/student/dm"] == 0 < first["val/guidance=2/student/dm"]        # the fake score is the teacher
+    assert first["val/guidance=0.5;dm_t_max=9/student/dm"] == alone["val/student/dm"]
+    assert "--val_settings names 'guidanc'" in refused(run.run, method, cfg | dict(val_settings=("guidanc=2",)))
+    assert "does not fit" in refused(run.run, method, cfg | dict(val_settings=("guidance=x",)))
+
+
+def test_wandb_is_off_without_a_key_or_the_package_and_never_asks(tmp_path, monkeypatch):
+    for key in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    said = []
+    start = lambda mode: logs.start_wandb(dict(wandb=mode, project="p", group="g", name="n"), tmp_path,     # noqa: E731
+                                          lambda text, level="info": said.append(text))
+    assert start("disabled") is start("") is start("online") is None
+    assert said[0] == "wandb disabled" and all("no key (WANDB_API_KEY or ~/.netrc)" in s for s in said[1:])
+    monkeypatch.setitem(sys.modules, "wandb", None)     # not installed
+    assert start("offline") is None and "pip install wandb" in said[-1] and len(said) == 4
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert start("") is None and "pip install wandb" in said[-1]
+
+
+def test_wandb_is_told_every_line_and_continues_under_its_id(tmp_path, monkeypatch):
+    inits, told = [], []
+    fake = SimpleNamespace(init=lambda **kw: inits.append(kw), log=lambda values, step: told.append((step, values)),
+                           Settings=lambda **kw: kw, finish=lambda: None, Image=lambda file: file)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    method = load("sft")
+    cfg = config(method, max_iter=4, wandb="offline", sample_every=4, val_every=4)
+    for stop_at in (2, 4):
+        out = run.run(method, cfg | dict(stop_at=stop_at))
+    first, second = inits
+    assert first["id"] == second["id"] == (out.folder / "wandb_id.txt").read_text().strip() != ""
+    assert first["resume"] == "allow" and (first["project"], first["name"]) == ("fewstep", "sft")
+    assert [dict(it=step) | values for step, values in told if "samples" not in values] == out.lines
+    assert [(step, values["samples"]) for step, values in told if "samples" in values] == [
+        (n, str(out.folder / "samples" / f"{n:07d}.png")) for n in (0, 4)]
+
+
+def wandb_offline():
+    method, said = load("sft"), []
+    cfg = config(method, max_iter=4, wandb="offline", sample_every=2)
+    for stop_at in (2, 4):
+        out = run.run(method, cfg | dict(stop_at=stop_at))
+        said.append((out.folder / "wandb_id.txt").read_text())
+    return said, sorted(f.name for f in (out.folder / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.slow
+def test_wandb_offline_continues_under_its_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (ids, runs), = run.ranks(1, wandb_offline)
+    assert ids[0] == ids[1] and len(ids[0].strip()) >= 8
+    assert runs and all(name.endswith(ids[0].strip()) for name in runs)
+
+
+# ---------------------------------------------------------------- sources
+
+def test_a_run_is_a_source_of_its_student_and_its_emas(outputs):
+    sft = load("sft")
+    first = run.run(sft, config(sft, max_iter=4, save_every=2, ema=EMAS)).folder
+    for entry, (kind, key) in {"": ("nets", "student"), "#ema": ("emas", "ema"), "#ema_power": ("emas", "ema_power")}.items():
+        method = load("dmd2")
+        cfg = config(method, teacher=f"{first}{entry}", max_iter=1, name=f"from_{key}")
+        result = run.run(method, cfg)
+        assert differing(dict(result.nets["teacher"].state_dict()), saved(first, 4)[kind][key]) == []
+        pinned = json.loads((result.folder / "config.json").read_text())["sources"][cfg["teacher"]]
+        assert pinned == saved(result.folder, 1)["sources"][cfg["teacher"]]
+        assert pinned["it"] == 4 and pinned["file"].endswith("0000004.pth")
+    run.run(sft, config(sft, max_iter=6, ema=EMAS))     # the source goes on; a resume keeps to its iteration 4
+    result = run.run(method, cfg | dict(max_iter=2))
+    assert differing(dict(result.nets["teacher"].state_dict()), saved(first, 4)["emas"]["ema_power"]) == []
+    one = run.run(method, cfg | dict(max_iter=1, name="one", teacher=f"{first}/checkpoints/0000002.pth#ema"))
+    assert differing(dict(one.nets["teacher"].state_dict()), saved(first, 2)["emas"]["ema"]) == []
+
+
+def test_a_source_that_does_not_fit_is_named(tmp_path):
+    method = load("dmd2")
+    whole = torch.load(config(method)["teacher"], weights_only=True)
+    a, b = "out.weight", "patch.bias"
+    files = dict(whole=whole, two=dict(a=whole, b=whole), missing={k: v for k, v in whole.items() if k != a},
+                 unknown=whole | dict(extra=whole[b]), misshapen=whole | {a: whole[a][:2]})
+    for name, content in files.items():
+        torch.save(content, tmp_path / f"{name}.pth")
+
+    def start(source):
+        return run.run(method, config(method, max_iter=1, name="fit", teacher=str(tmp_path / source)))
+
+    assert refused(start, "two.pth") == refused(start, "two.pth").replace("two.pth#", "")
+    for source in ("two.pth", "two.pth#c"):
+        assert re.search(r"two\.pth has no entry (c|\(none given\)); it has a, b: write the source as path#entry",
+                         refused(start, source))
+    assert re.search(r"whole\.pth has no entry ema; it has plain weights", refused(start, "whole.pth#ema"))
+    assert re.search(r"weights of teacher \(.*missing\.pth\) do not fit the net: 1 missing \(out\.weight\)",
+                     refused(start, "missing.pth"))
+    assert "1 unknown (extra)" in refused(start, "unknown.pth")
+    assert re.search(r"1 misshapen \(out\.weight \(2, 24\) for \(4, 24\)\)", refused(start, "misshapen.pth"))
+    assert differing(dict(start("two.pth#b").nets["teacher"].state_dict()), dict(whole)) == []
+
+
+def test_a_source_that_changed_since_the_start_is_refused_on_resume(tmp_path):
+    method, file = load("dmd2"), tmp_path / "teacher.pth"
+    whole = torch.load(config(method)["teacher"], weights_only=True)
+    torch.save(whole, file)
+    cfg = config(method, teacher=str(file), max_iter=4)
+    run.run(method, cfg | dict(stop_at=2))
+    torch.save(whole | dict(more=torch.zeros(100)), file)
+    assert re.search(r"teacher\.pth is not the file it was since this run began \(\d+ bytes then\); put it back, or "
+                     r"start anew with --name NEW", refused(run.run, method, cfg))
+    file.unlink()
+    assert "teacher.pth is gone since this run began" in refused(run.run, method, cfg)
+    torch.save(whole, file)
+    assert run.run(method, cfg).lines[-1]["it"] == 4
