@@ -32,8 +32,8 @@ def scan(folder):
 
 
 def write(file, save):
-    """Call save(temporary name), sync it, and put it in place of `file` in one step. Raises BadInput that names
-    the file if that fails; what was there before stays."""
+    """Call save(temporary name), sync it, and put it in place of `file` in one step. Raises BadInput that
+    names the file if that fails; what was there before stays."""
     file = Path(file)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -47,8 +47,8 @@ def write(file, save):
         finally:
             os.close(folder)
     except (OSError, RuntimeError) as e:                # torch reports a full disk as a RuntimeError
-        raise BadInput(f"could not write {file} ({str(e).splitlines()[0]}); what was there before is untouched, free "
-                       f"some space and start again to continue") from e
+        raise BadInput(f"could not write {file} ({str(e).splitlines()[0]}); what was there before is untouched, "
+                       f"free some space and start again to continue") from e
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -405,6 +405,7 @@ def lr_factor(schedule, count, warmup, total):
     return decay * min(1.0, (count + 1) / max(warmup, 1))
 
 
+@functools.lru_cache
 def parse_ema(entry):
     """"ema" | "ema:0.999" | "ema:power=0.05" | "ema:half_kimg=500" -> (name, "rate" or the word, value)."""
     name, _, rate = entry.partition(":")
@@ -417,14 +418,18 @@ def parse_ema(entry):
     return name, kind, value
 
 
+@functools.lru_cache
+def _gamma(width):
+    return float(np.roots([1, 7, 16 - width ** -2, 12 - width ** -2]).real.max())
+
+
 def ema_beta(entry, n, batch_size):
     """beta of ema <- beta ema + (1 - beta) student after the n-th (1-based) student update.
     power: (1 - 1/n)^(gamma + 1), gamma by the profile's relative width (Karras 2024, alg. 2; 0.05: 16.97).
     half_kimg: 0.5^(batch_size / h), half-life h ramped up to 5 % of the images seen (EDM)."""
     _, kind, value = parse_ema(entry)
     if kind == "power":
-        gamma = np.roots([1, 7, 16 - value ** -2, 12 - value ** -2]).real.max()
-        return float((1 - 1 / n) ** (gamma + 1))
+        return (1 - 1 / n) ** (_gamma(value) + 1)
     if kind == "half_kimg":
         return 0.5 ** (batch_size / min(1000 * value, 0.05 * n * batch_size))
     return value

@@ -101,8 +101,9 @@ class Judge:
         for seed in range(seeds):                       # classes shuffled, then every other digit
             order = np.lexsort((np.random.default_rng(seed).permutation(len(label)), label))
             halves.append(frechet(self.features[order[::2]], self.features[order[1::2]]))
-        self.real = dict(halves=dict(num=len(label) // 2, seeds=list(range(seeds))) | spread("fd", halves),
-                         held_out=dict(num=len(held), nearest_distance=self.unit) | self(held, held_label))
+        self.real = dict(
+            halves=dict(samples=len(label) // 2, seeds=list(range(seeds))) | spread("fd", halves),
+            held_out=dict(samples=len(held), nearest_distance=self.unit) | self(held, held_label))
 
     def __call__(self, x0, label):
         """dict(fd, agreement, nearest) of samples x0 (N, 1, 8, 8); agreement is None without labels."""
@@ -125,8 +126,8 @@ def spread(key, values):
 
 def score(run, net, name, steps, judge, args, device, rank, world):
     """The row of a net at a step count: on rank 0 with its figures, the other ranks only draw."""
-    label = digits("train")[1][:args.num] if run.cfg["classes"] else torch.full((args.num,), -1)
-    ids, figures = list(range(args.num)), []
+    label = digits("train")[1][:args.samples] if run.cfg["classes"] else torch.full((args.samples,), -1)
+    ids, figures = list(range(args.samples)), []
     for seed in range(args.seeds):
         mine = sample.draw(run, net, name, ids, label, steps, seed, args.batch, device, rank, world)
         drawn = dict(sample.gather([(i, x) for part, _, x0 in mine for i, x in zip(part, x0)], rank, world))
@@ -136,7 +137,7 @@ def score(run, net, name, steps, judge, args, device, rank, world):
                 raise BadInput(f"{name} of checkpoint {run.it} in {run.folder} makes samples that are not "
                                f"finite; score an earlier one with --ckpt")
             figures.append(judge(x0, label))
-    row = dict(net=name, checkpoint=run.it, steps=steps, guidance=run.cfg["guidance"], num=args.num,
+    row = dict(net=name, checkpoint=run.it, steps=steps, guidance=run.cfg["guidance"], samples=args.samples,
                seeds=list(range(args.seeds)))
     for key in ("fd", "agreement", "nearest") if rank == 0 else ():
         row |= spread(key, [f[key] for f in figures])
@@ -155,7 +156,7 @@ def table(run, rows, real):
         lines.append((row["net"], *(str(row.get(k, "")) for k in ("steps", "calls")),
                       *(cell(row, k, places) for k, places in (("fd", 3), ("agreement", 4), ("nearest", 3)))))
     width = [max(map(len, column)) for column in zip(*lines)]
-    head = (f"{run.folder} checkpoint {run.it} ({run.state['method']}): {rows[0]['num']} samples, mean ± "
+    head = (f"{run.folder} checkpoint {run.it} ({run.state['method']}): {rows[0]['samples']} samples, mean ± "
             f"standard deviation of {len(rows[0]['seeds'])} seeds")
     return "\n".join([head, *("  ".join(c.ljust(w) for c, w in zip(line, width)).rstrip() for line in lines)])
 
@@ -172,15 +173,15 @@ def main(argv):
     parser.add_argument("--steps", default="", help="step counts, 1,2 (default: the run's; a teacher's 18)")
     parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = none (default: the run's)")
     parser.add_argument("--seeds", type=int, default=5, help="samplings to average over (default 5)")
-    parser.add_argument("--num", type=int, default=1500, help="samples of one seed (default 1500)")
+    parser.add_argument("--samples", type=int, default=1500, help="samples of one seed (default 1500)")
     parser.add_argument("--batch", type=int, default=500, help="samples drawn at once (default 500)")
     parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the best there is)")
     args = parser.parse_args(argv)
 
     device, rank, world = sample.start(args.device)
-    if min(args.seeds, args.batch) < 1 or not 2 <= args.num <= 1500:
-        raise BadInput(f"--seeds {args.seeds} and --batch {args.batch} must be at least 1, --num {args.num} "
-                       f"from 2 to 1500")
+    if min(args.seeds, args.batch) < 1 or not 2 <= args.samples <= 1500:
+        raise BadInput(f"--seeds {args.seeds} and --batch {args.batch} must be at least 1, --samples "
+                       f"{args.samples} from 2 to 1500")
     its = ckpt.scan(Path(args.run) / "checkpoints") if args.all else []
     judge, constant = Judge(args.seeds) if rank == 0 else None, {}
     for it in its or [args.ckpt]:

@@ -51,14 +51,15 @@ class Recorder:
     """metrics.jsonl (and wandb): one line per call, written by rank 0."""
 
     def __init__(self, folder, wandb, rank, gloo, say):
-        self.file, self.wandb, self.rank, self.gloo, self.say = folder / "metrics.jsonl", wandb, rank, gloo, say
+        self.file, self.wandb, self.say = folder / "metrics.jsonl", wandb, say
+        self.rank, self.gloo = rank, gloo
 
     def __call__(self, it, values):
         if self.rank == 0:
             try:
                 with open(self.file, "a") as f:
                     f.write(json.dumps(dict(it=it) | values) + "\n")
-            except OSError as e:                        # a full disk: whether that ends the run, the next save decides
+            except OSError as e:                        # a full disk ends a run at its next checkpoint
                 self.say(f"WARNING: could not write {self.file} ({e.strerror})", "warning")
             if self.wandb:
                 self.wandb.log(values, step=it)
@@ -81,14 +82,12 @@ class Printer:
     def __call__(self, text, level="info"):
         if (self.rank and self.level != "debug") or (level == "info" and self.level == "warning"):
             return
-        try:
+        with contextlib.suppress(OSError, ValueError):
             text = f"[rank {self.rank}] {text}" if self.level == "debug" else text
             if self.bar:
                 self.bar.write(text)
             else:
                 print(text, flush=True)
-        except (OSError, ValueError):                   # from here on to nowhere, or Python's own flush at exit fails
-            sys.stdout = open(os.devnull, "w")
 
     def progress(self, done):
         if self.rank == 0 and sys.stderr.isatty() and self.level != "warning":

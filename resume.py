@@ -39,8 +39,8 @@ def orphaned():
 
 @contextlib.contextmanager
 def orphans_leave():
-    """Around what needs the launcher's store (a process group comes or goes): a worker whose launcher is dead ends
-    here with 0, it could neither join nor leave the others."""
+    """Around what needs the launcher's store (a process group comes or goes): a worker whose launcher is dead
+    ends here with 0, it could neither join nor leave the others."""
     try:
         if orphaned():
             os._exit(0)

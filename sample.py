@@ -5,9 +5,8 @@
     torchrun --nproc_per_node 8 sample.py RUN --seeds 0-49999 --batch 250 --out FOLDER   a PNG per sample
 
 Sample s has the class classes[s % len(classes)]. It depends on s, that class and the weights alone (to 1e-5,
-in float32), not on the batch or the rank that draws it; of ten classes, 0-79 are the trainer's grid. The run's
-own method.py samples, with the checkpoint's config. Run, checkpoint, net, steps, guidance, seed and class are
-in the PNGs as text.
+in float32), not on the batch or rank that draws it; of ten classes 0-79 are the trainer's grid. The run's
+own method.py samples, with the checkpoint's config. PNGs carry run, checkpoint, net, seed, ... as text.
 """
 import argparse
 import copy

@@ -51,9 +51,9 @@ def pick_device(cfg, local):
                              "mps" if torch.backends.mps.is_available() else "cpu")
     if name == "cuda":
         wanted, there = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if wanted > there:                              # seen alike by every rank of the node, so rank 0 can say it
-            raise BadInput(f"this node has {there} GPUs for {wanted} ranks; lower --nproc_per_node to {there}, or use "
-                           f"--device cpu")
+        if wanted > there:                              # every rank of the node sees it, so rank 0 can say it
+            raise BadInput(f"this node has {there} GPUs for {wanted} ranks; lower --nproc_per_node to {there}, "
+                           f"or use --device cpu")
         torch.cuda.set_device(local)
         return torch.device("cuda", local)
     try:
@@ -95,8 +95,8 @@ def make_folder(folder):
         probe.touch()
         probe.unlink()
     except OSError as e:
-        raise BadInput(f"output folder {folder} is not writable ({e.strerror}); set FEWSTEP_OUTPUT_ROOT to one "
-                       f"that is") from None
+        raise BadInput(f"output folder {folder} is not writable ({e.strerror}); set FEWSTEP_OUTPUT_ROOT to "
+                       f"one that is") from None
 
 
 def check_folder(method, cfg, folder):

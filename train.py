@@ -70,8 +70,8 @@ def parse(key, text, default, where):
         if isinstance(default, tuple):                  # a,b or, as --dry_run prints it, ('a', 'b') or [1, 2]
             values = tuple(ast.literal_eval(text) if text[:1] in ("(", "[") else
                            [element(e.strip()) for e in text.split(",") if e.strip()])
-            words = not default or isinstance(default[0], str)
-            if not all(isinstance(e, (int, float, str) if words else (int, float)) for e in values):
+            kinds = (int, float, str) if not default or isinstance(default[0], str) else (int, float)
+            if not all(isinstance(e, kinds) for e in values):
                 raise ValueError
             return values
         return text
@@ -117,7 +117,7 @@ def resolve(method, argv):
             unknown(key, cfg, where)
         if not equals:
             if not args or args[0].startswith("--"):
-                raise BadInput(f"--{key} needs a value (one that starts with -- goes behind an equals sign, --{key}=...)")
+                raise BadInput(f"--{key} needs a value; write one that starts with -- as --{key}=VALUE")
             text = args.pop(0)
         if key in given or key in options:
             raise BadInput(f"--{key} is given twice; keep one")
@@ -165,7 +165,8 @@ def show_help(method, cfg):
     print(f"{(method.__doc__ or '').strip()}\n\nOptions: --help, --dry_run, --preset NAME\n")
     own, trainers = comments(method.path, "config"), comments(trainer.__file__, "defaults")
     own = {k: own.get(k) or trainers.get(k, "") for k in method.config}
-    for title, group in (("this method", own), ("the trainer", {k: c for k, c in trainers.items() if k not in own})):
+    rest = {k: comment for k, comment in trainers.items() if k not in own}
+    for title, group in (("this method", own), ("the trainer", rest)):
         print(f"Config of {title}:")
         for key, comment in group.items():
             value = cfg[key] if cfg[key] not in ("", ()) else '""'

@@ -119,10 +119,11 @@ def train(method, cfg, changed=(), dry_run=False):
             gloo = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     say = logs.Printer(cfg["log_level"], rank, cfg["max_iter"])
     lock = startup.take_lock(folder, rank, gloo)                # held until this process ends
-    found = from_rank0(bool(ckpt.scan(folder / "checkpoints")), gloo)       # a predecessor may just have saved
+    found = from_rank0(bool(ckpt.scan(folder / "checkpoints")), gloo)   # a predecessor may just have saved
     start, state = 0, None
     if found:
-        start, state = ckpt.newest(folder / "checkpoints", lambda text: say(text, "warning")) if rank == 0 else (0, None)
+        if rank == 0:
+            start, state = ckpt.newest(folder / "checkpoints", lambda text: say(text, "warning"))
         start = from_rank0(start, gloo)
         if start is None:
             raise BadInput(f"no checkpoint in {folder} can be read; remove them to start anew, or use --name NEW")
@@ -158,6 +159,7 @@ def train(method, cfg, changed=(), dry_run=False):
     for opt in opts.values():
         for group in opt.param_groups:
             group["initial_lr"] = group["lr"]
+    ema_tensors = {name: averaged(ema, nets["student"], trainable["student"]) for name, ema in emas.items()}
     scaler = torch.amp.GradScaler(device.type, enabled=cfg["amp"] == "fp16", init_scale=2.0 ** 16)
     counts, skipped = {phase: 0 for phase in opts}, 0
     if state:
@@ -265,10 +267,8 @@ def train(method, cfg, changed=(), dry_run=False):
         average_gradients(params, gloo, world)
         scaler.unscale_(opt)
         grads = [p.grad for p in params if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))).item()   # the one device sync
+        norm = clip(grads, cfg["clip"])                 # the iteration's one device sync
         if norm < float("inf"):
-            if 0 < cfg["clip"] < norm:
-                torch._foreach_mul_(grads, cfg["clip"] / norm)
             factor = common.lr_factor(cfg["lr_schedule"], counts[phase], cfg["warmup"], turns.get(phase, 0))
             for group in opt.param_groups:
                 group["lr"] = group["initial_lr"] * factor
@@ -277,8 +277,7 @@ def train(method, cfg, changed=(), dry_run=False):
             post_step(phase_nets[phase])
             if phase == "student":
                 for entry, (name, *_) in ema_specs.items():
-                    update_ema(emas[name], nets["student"],
-                               common.ema_beta(entry, counts[phase], cfg["batch_size"]))
+                    update_ema(ema_tensors[name], common.ema_beta(entry, counts[phase], cfg["batch_size"]))
             meter.add(f"norm{suffix}", torch.tensor(norm))
             meter.add(f"lr{suffix}", torch.tensor(opt.param_groups[0]["lr"]))
         else:                                           # a gradient that is not finite never reaches the weights
@@ -352,14 +351,28 @@ def average_gradients(params, gloo, world):
         torch._foreach_copy_(grads, [f.view_as(g) for f, g in zip(flat.split([g.numel() for g in grads]), grads)])
 
 
+def clip(grads, limit):
+    """Global norm as a float. Scales the gradients in place to `limit` (0 = never) if it is finite and above."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))).item()
+    if 0 < limit < norm < float("inf"):
+        torch._foreach_mul_(grads, limit / norm)
+    return norm
+
+
+def averaged(ema, net, trainable):
+    """The tensors update_ema works on, listed once (walking the modules takes longer than the update): of the EMA
+    and of the net, those that are averaged, and the buffers, which are copied."""
+    own, other = dict(ema.named_parameters()), dict(net.named_parameters())
+    return [own[k] for k in trainable], [other[k] for k in trainable], list(ema.buffers()), list(net.buffers())
+
+
 @torch.no_grad()
-def update_ema(ema, net, beta):
-    """ema <- beta ema + (1 - beta) net for parameters that train; buffers are copied."""
-    pairs = [(e, p) for e, p in zip(ema.parameters(), net.parameters()) if p.requires_grad]
-    torch._foreach_lerp_([e for e, _ in pairs], [p for _, p in pairs], 1.0 - beta)
-    buffers = list(zip(ema.buffers(), net.buffers()))
-    if buffers:
-        torch._foreach_copy_([e for e, _ in buffers], [b for _, b in buffers])
+def update_ema(tensors, beta):
+    """ema <- beta ema + (1 - beta) net."""
+    ema, net, ema_buffers, net_buffers = tensors
+    torch._foreach_lerp_(ema, net, 1.0 - beta)
+    if ema_buffers:
+        torch._foreach_copy_(ema_buffers, net_buffers)
 
 
 def post_step(nets):

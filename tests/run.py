@@ -1,4 +1,4 @@
-"""What test_methods.py and test_trainer.py share: a tiny run of any method file, and fresh processes for ranks."""
+"""Shared by test_methods.py and test_trainer.py: a tiny run of any method file, new processes for ranks."""
 import json
 import multiprocessing
 import os
@@ -22,8 +22,8 @@ import trainer
 from nets import encoders
 
 METHODS = sorted(p.stem for p in (trainer.ROOT / "methods").glob("*.py"))
-TINY = dict(net="toy:tiny", device="cpu", batch_size=8, max_iter=12, workers=0, log_every=1, val_every=0, val_batches=1,
-            sample_every=0, save_every=0, wandb="disabled", log_level="warning", group="tests")
+TINY = dict(net="toy:tiny", device="cpu", batch_size=8, max_iter=12, workers=0, log_every=1, val_every=0,
+            val_batches=1, sample_every=0, save_every=0, wandb="disabled", log_level="warning", group="tests")
 TIMING = ("data_ms", "ms_per_it", "img_per_s", "mem_gb", "eta_s")   # keys of a log line that no run repeats
 # what a method needs besides: its kind of toy net, fewer steps than its own sampler takes
 EXTRA = dict(
@@ -91,7 +91,8 @@ def phases(method, cfg):
 
 def gradients(nets):
     """{net.parameter: gradient} of those that have one."""
-    return {f"{n}.{k}": p.grad for n, net in nets.items() for k, p in net.named_parameters() if p.grad is not None}
+    params = {f"{n}.{k}": p for n, net in nets.items() for k, p in net.named_parameters()}
+    return {k: p.grad for k, p in params.items() if p.grad is not None}
 
 
 def run(method, cfg):
@@ -127,7 +128,7 @@ def differing(a, b, where=""):
 # ---- processes
 
 SERVER = multiprocessing.get_context("forkserver")      # plain fork breaks autograd where there is a GPU
-SERVER.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "einops", "pytest"])  # dynamo: optimizers import it
+SERVER.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])    # dynamo: optimizers import it
 
 
 def ranks(world, check, *args, timeout_s=90):

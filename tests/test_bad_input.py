@@ -1,5 +1,4 @@
 """Wrong input ends with one sentence on stderr, exit code 2 and nothing created, before any work."""
-import json
 import os
 import re
 import subprocess
@@ -15,12 +14,12 @@ import ckpt
 import resume
 import train
 import trainer
+from run import METHODS, lines
 
 ROOT = Path(train.__file__).resolve().parent
 SFT, DMD2 = ROOT / "methods" / "sft.py", ROOT / "methods" / "dmd2.py"
-METHODS = sorted((ROOT / "methods").glob("*.py"))
-TINY = ("--net", "toy:tiny", "--batch_size", "8", "--val_every", "0", "--sample_every", "0", "--log_every", "1",
-        "--wandb", "disabled", "--device", "cpu", "--workers", "0")
+TINY = ("--net", "toy:tiny", "--batch_size", "8", "--val_every", "0", "--sample_every", "0",
+        "--log_every", "1", "--wandb", "disabled", "--device", "cpu", "--workers", "0")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +49,7 @@ def run(capsys, method, *args):
 def refused(capsys, method, *args):
     """The one sentence with which a command is refused; it leaves the directory as it was."""
     before = sorted(Path.cwd().rglob("*"))
-    code, _, err = run(capsys, method, "--stop_at=3", *args)            # where it is accepted it does not run on
+    code, _, err = run(capsys, method, "--stop_at=3", *args)    # where it is accepted it does not run on
     assert code == 2, (code, err)
     assert sorted(Path.cwd().rglob("*")) == before
     sentence = err.strip()
@@ -64,7 +63,7 @@ def write_method(folder, text, name="mine.py"):
     return folder / name
 
 
-# ---- the command line ----------------------------------------------------------------------------------------------
+# ---- the command line --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("args, words", [
     (("--max_itr", "5"), "--max_itr is not a config key of .*; did you mean --max_iter?"),
@@ -107,8 +106,9 @@ def test_a_mistake_on_the_command_line_is_one_sentence(capsys, args, words):
     (0.1, "3", 3.0), (0.1, "inf", float("inf")),
     (1, "1e4", 10000), (1, "10e2", 1000), (1, "1_000", 1000), (1, "-1", -1), (1, "4.0", 4),
     (1, "9007199254740993", 9007199254740993),                      # above 2 ** 53: not by way of a float
-    (False, "True", True), (False, "true", True), (True, "False", False), (True, "0", False), (False, "1", True),
-    ("x", "None", "None"), ("x", "1e-4", "1e-4"), ("x", "", ""), ("x", "b=c", "b=c"), ("x", "my run", "my run"),
+    (False, "True", True), (False, "true", True), (True, "False", False), (True, "0", False),
+    (False, "1", True), ("x", "None", "None"), ("x", "1e-4", "1e-4"), ("x", "", ""), ("x", "b=c", "b=c"),
+    ("x", "my run", "my run"),
     ((), "0.999,0.75,0", (0.999, 0.75, 0)), ((), "[0.999,0.75,0]", (0.999, 0.75, 0)), ((), "(1, 2)", (1, 2)),
     ((), "", ()), ((), "[]", ()), ((), "a,b", ("a", "b")), ((0.9, 0.999), "0,0.99", (0, 0.99)),
     (("ema",), "ema:0.999,ema_long", ("ema:0.999", "ema_long")),
@@ -124,7 +124,8 @@ def test_the_type_of_the_default_decides_what_a_value_means(default, text, value
     ("lr", "1e-4x", "a number"), ("lr", "1,5", "a number"), ("max_iter", "3.5", "a whole number"),
     ("max_iter", "None", "a whole number"), ("max_iter", "inf", "a whole number"),
     ("max_iter", "true", "a whole number"), ("xflip", "yes", "true, false"), ("xflip", "2", "true, false"),
-    ("xflip", "", "true, false"), ("betas", "0.9,high", "a list a,b"), ("betas", "(0.9", "a list a,b"), ("betas", "((1, 2),)", "a list a,b"),
+    ("xflip", "", "true, false"), ("betas", "0.9,high", "a list a,b"),
+    ("betas", "(0.9", "a list a,b"), ("betas", "((1, 2),)", "a list a,b"),
 ])
 def test_a_value_of_the_wrong_type_is_refused(capsys, key, text, kind):
     sentence = refused(capsys, SFT, f"--{key}={text}")
@@ -137,36 +138,40 @@ def test_a_value_may_hold_equals_signs_and_spaces(capsys):
 
 
 def test_authority_is_defaults_then_method_then_preset_then_command_line(here):
-    text = SFT.read_text().replace("presets = dict(", "presets = dict(\n    small=dict(lr=3, warmup=7, seed=5),")
-    (here / "mine.py").write_text(text)
+    small = "presets = dict(small=dict(lr=3, warmup=7, seed=5), "
+    (here / "mine.py").write_text(SFT.read_text().replace("presets = dict(", small))
     method = train.load_method(here / "mine.py")
     cfg, changed, options = train.resolve(method, ["--warmup", "9", "--preset", "small"])
-    assert (cfg["seed"], cfg["lr"], cfg["warmup"], cfg["steps"]) == (5, 3.0, 9, 18) and type(cfg["lr"]) is float
-    assert cfg["clip"] == trainer.defaults["clip"] and cfg["name"] == "mine_small" and cfg["group"] == "digits"
+    assert (cfg["seed"], cfg["lr"], cfg["warmup"], cfg["steps"]) == (5, 3.0, 9, 18)
+    assert type(cfg["lr"]) is float and cfg["clip"] == trainer.defaults["clip"]
+    assert (cfg["name"], cfg["group"]) == ("mine_small", "digits")
     assert changed.keys() == {"seed", "lr", "warmup", "name", "group"} and options == {"preset": "small"}
 
 
 def test_a_preset_that_does_not_fit_the_method_is_refused(capsys, here):
     path = here / "mine.py"
     path.write_text(SFT.read_text() + "\npresets = dict(a=dict(lrate=1.0), b=dict(warmup=0.5))\n")
-    assert "--lrate is not a config key of mine.py (preset a); did you mean" in refused(capsys, path, "--preset", "a")
+    sentence = refused(capsys, path, "--preset", "a")
+    assert "--lrate is not a config key of mine.py (preset a); did you mean --" in sentence
     assert "preset b has warmup = 0.5" in refused(capsys, path, "--preset", "b")
 
 
-# ---- method files --------------------------------------------------------------------------------------------------
+# ---- method files ------------------------------------------------------------------------------------------
 
 def test_a_method_file_that_is_missing_or_incomplete_is_refused(capsys, here):
     assert "nosuch.py does not exist; there are" in refused(capsys, "nosuch.py")
     (here / "broken.py").write_text("config = dict(\ndef build(cfg): pass\n")
     assert "broken.py line" in refused(capsys, here / "broken.py")
-    (here / "half.py").write_text(SFT.read_text().replace("def step(", "def stepp(").replace("def init(", "def ini("))
+    half = SFT.read_text().replace("def step(", "def stepp(").replace("def init(", "def ini(")
+    (here / "half.py").write_text(half)
     assert "half.py lacks init, step; a method file has config, build," in refused(capsys, here / "half.py")
     (here / "list.py").write_text(SFT.read_text().replace("betas=(0.9, 0.999)", "betas=[0.9, 0.999]"))
     assert "config['betas'] is a list; use int," in refused(capsys, here / "list.py")
 
 
 @pytest.mark.parametrize("text, words", [
-    ("def phase(it, cfg): return 'fake' if it == 3 else 'student'", r"phase 'fake' \(it 3\) has no optimizer"),
+    ("def phase(it, cfg): return 'fake' if it == 3 else 'student'",
+     r"phase 'fake' \(it 3\) has no optimizer"),
     ("def optimizers(nets, cfg):\n    *most, last = nets['student'].parameters()\n"
      "    return dict(student=common.optimizer(most))",
      r"parameter student\.\S+ is trainable and in 0 optimizers"),
@@ -177,7 +182,8 @@ def test_a_method_file_that_is_missing_or_incomplete_is_refused(capsys, here):
      "    next(nets['student'].parameters()).requires_grad_(False)\n    return nets",
      r"parameter student\.\S+ is frozen and in 1 optimizers"),
     ("old_optimizers = optimizers\ndef optimizers(nets, cfg):\n"
-     "    return old_optimizers(nets, cfg) | dict(fake=common.optimizer([torch.nn.Parameter(torch.ones(2))]))",
+     "    own = [torch.nn.Parameter(torch.ones(2))]\n"
+     "    return old_optimizers(nets, cfg) | dict(fake=common.optimizer(own))",
      "optimizers.. holds 1 parameters of no net"),
     ("old_build = build\ndef build(cfg): return dict(generator=old_build(cfg)['student'])",
      "build.. returns generator; the net that samples is named student"),
@@ -189,14 +195,15 @@ def test_a_method_whose_optimizers_or_nets_break_the_contract_is_refused(capsys,
 def test_a_loss_that_depends_on_no_parameter_is_named(capsys, here):
     path = write_method(here, "def step(nets, batch, it, cfg):\n    return torch.ones(()), {}")
     code, _, err = run(capsys, path, *TINY, "--max_iter", "2")
-    assert code == 2 and "step() at it 0 (phase 'student') returned a loss that" in err and err.count("\n") == 1
+    assert code == 2 and err.count("\n") == 1
+    assert "step() at it 0 (phase 'student') returned a loss that" in err
 
 
-# ---- files and folders ---------------------------------------------------------------------------------------------
+# ---- files and folders -------------------------------------------------------------------------------------
 
 def test_a_missing_teacher_names_the_command_that_makes_one(capsys):
     sentence = refused(capsys, DMD2, *TINY, "--teacher", "nowhere.pth")
-    assert "nowhere.pth does not exist; make one with `torchrun train.py methods/sft.py --net toy:tiny" in sentence
+    assert "nowhere.pth does not exist; make one with `torchrun train.py methods/sft.py --net toy" in sentence
     assert "--teacher PATH[#ENTRY]" in sentence
     Path("empty").mkdir()
     assert "empty holds no checkpoints; make one with" in refused(capsys, DMD2, *TINY, "--teacher", "empty")
@@ -220,8 +227,8 @@ def test_data_without_images_is_named(capsys, here):
 
 
 def test_a_folder_of_another_run_is_refused_and_the_ways_on_work(capsys, here):
-    """One folder with a checkpoint meets another method, a changed method file, --resume "" and weights of a net
-    of another size."""
+    """One folder with a checkpoint meets another method, a changed method file, --resume "" and a net of
+    another size."""
     mine = write_method(here, "")
     folder = here / "out" / "fewstep" / "digits" / "run"
     command = (*TINY, "--name", "run", "--save_every", "2")
@@ -242,7 +249,7 @@ def test_a_folder_of_another_run_is_refused_and_the_ways_on_work(capsys, here):
     code, out, _ = run(capsys, mine, *command, "--max_iter", "4", "--resume", "force")
     assert code == 0 and "continuing at iteration 2" in out and ckpt.scan(folder / "checkpoints") == [2, 4]
     assert (folder / "method.py").read_bytes() == mine.read_bytes()
-    code, out, _ = run(capsys, mine, *command, "--max_iter", "5", "--log_level", "warning")      # now it is the file
+    code, out, _ = run(capsys, mine, *command, "--max_iter", "5", "--log_level", "warning")
     assert code == 0 and "config differs from the checkpoint: max_iter was 4, now 5" in out
 
 
@@ -258,7 +265,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(capsys,
     assert re.search(r"WARNING: \S+0000006\.pth cannot be read .*falling back", out)
     again = torch.load(file)                                        # repeated from 4, to the same weights
     assert all(torch.equal(a, whole[6]["nets"]["student"][k]) for k, a in again["nets"]["student"].items())
-    assert [json.loads(line)["it"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
+    assert [line["it"] for line in lines(folder)] == [1, 2, 3, 4, 5, 6]
     # one flipped byte of a weight: the archive still opens
     data = bytearray(file.read_bytes())
     data[data.find(again["nets"]["student"]["out.weight"].numpy().tobytes()[:64])] ^= 1
@@ -309,25 +316,27 @@ def test_two_runs_in_one_folder_are_refused(capsys, here, monkeypatch):
     assert run(capsys, SFT, *TINY, "--max_iter", "2")[0] == 0
 
 
-# ---- help and dry run ----------------------------------------------------------------------------------------------
+# ---- help and dry run --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("path", METHODS, ids=lambda p: p.stem)
-def test_help_lists_every_key_with_a_comment(capsys, path):
+@pytest.mark.parametrize("name", METHODS)
+def test_help_lists_every_key_with_a_comment(capsys, name):
+    path = ROOT / "methods" / f"{name}.py"
     code, out, _ = run(capsys, path, "--help")
     method = train.load_method(path)
-    lines = [line.split(None, 2) for line in out.splitlines() if line.startswith("  --")]
+    listed = [line.split()[0][2:] for line in out.splitlines() if line.startswith("  --")]
     assert code == 0 and not list(Path.cwd().iterdir())
-    listed = [words[0][2:] for words in lines]
     assert sorted(listed) == sorted({**trainer.defaults, **method.config})      # each once
     blank = [line for line in out.splitlines() if re.fullmatch(r"  --\w+ +(\S+|\(.*\))\s*", line)]
     assert not blank, "keys without a comment:\n" + "\n".join(blank)
 
 
-@pytest.mark.parametrize("path", METHODS, ids=lambda p: p.stem)
-def test_dry_run_creates_nothing_and_marks_what_changed(capsys, path):
+@pytest.mark.parametrize("name", METHODS)
+def test_dry_run_creates_nothing_and_marks_what_changed(capsys, name):
+    path = ROOT / "methods" / f"{name}.py"
     assert run(capsys, SFT, *TINY, "--max_iter", "1", "--name", "teacher")[0] == 0
     before = sorted(Path.cwd().rglob("*"))
-    code, out, err = run(capsys, path, *TINY, "--teacher", "out/fewstep/digits/teacher", "--lr", "0.5", "--dry_run")
+    teacher = ("--teacher", "out/fewstep/digits/teacher")
+    code, out, err = run(capsys, path, *TINY, *teacher, "--lr", "0.5", "--dry_run")
     assert code == 0, err
     assert sorted(Path.cwd().rglob("*")) == before
     was = train.load_method(path).config["lr"]
@@ -341,12 +350,13 @@ def test_no_arguments_print_the_usage(capsys):
     assert leave.value.code == 2 and "torchrun train.py methods/dmd2.py" in capsys.readouterr().out
 
 
-# ---- real processes ------------------------------------------------------------------------------------------------
+# ---- real processes ----------------------------------------------------------------------------------------
 
 def launch(*command):
     env = os.environ | dict(OMP_NUM_THREADS="1")
     began = time.time()
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=env, timeout=60)
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     return done.returncode, done.stdout, done.stderr, time.time() - began
 
 
@@ -361,5 +371,5 @@ def test_under_torchrun_the_sentence_appears_once_and_soon(here):
                                      ROOT / "train.py", SFT, *TINY[:2], "--batch_size", "9")
     assert code == 1 and seconds < 15
     assert (out + err).count("batch_size 9 is not divisible by 2 ranks x accum 1 = 2; nearest 8 or 10") == 1
-    assert "train.py" not in re.sub(r"torch[^\n]*|batch_size 9[^\n]*", "", err) or err.count("Traceback") == 1
+    assert err.count("Traceback") == 1                  # torchrun's own report of a failed worker
     assert list(here.iterdir()) == []

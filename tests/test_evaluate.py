@@ -15,7 +15,7 @@ import trainer
 from common import BadInput
 from tools import make_classifier
 
-FEW = ["--seeds", "2", "--num", "70", "--batch", "32"]
+FEW = ["--seeds", "2", "--samples", "70", "--batch", "32"]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +72,13 @@ def test_held_out_digits_count_as_new_and_degraded_ones_score_worse_than_real_on
 def test_the_file_holds_every_figure_with_what_made_it(runs, judge, capsys):
     evaluate.main([str(runs / "dmd2"), *FEW])
     found = json.loads((runs / "dmd2/eval/0000002.json").read_text())
-    assert (found["run"], found["checkpoint"], found["method"], found["data"]) == ("dmd2", 2, "dmd2", "digits")
+    assert [found[k] for k in ("run", "checkpoint", "method", "data")] == ["dmd2", 2, "dmd2", "digits"]
     assert found["classifier"]["sha256"] == evaluate.file_hash(evaluate.CLASSIFIER)
     assert [s["file"] for s in found["sources"].values()] == [str(runs / "sft/checkpoints/0000002.pth")]
     assert found["real"] == judge.real
     for row, about in zip(found["results"], (("ema_slow", 1, 1), ("teacher", 18, 35)), strict=True):
         assert (row["net"], row["steps"], row["calls"]) == about
-        assert (row["checkpoint"], row["num"], row["seeds"], row["guidance"]) == (2, 70, [0, 1], 1.0)
+        assert (row["checkpoint"], row["samples"], row["seeds"], row["guidance"]) == (2, 70, [0, 1], 1.0)
         for key in ("fd", "agreement", "nearest"):
             assert row[key] == pytest.approx(np.mean(row[key + "_each"]))
             assert row[key + "_std"] == pytest.approx(np.std(row[key + "_each"], ddof=1))
@@ -88,13 +88,13 @@ def test_the_file_holds_every_figure_with_what_made_it(runs, judge, capsys):
     x0 = trainer.draw_samples(run.method, net, run.cfg, list(range(70)), label, 1, 1, torch.device("cpu"))
     for key, value in judge(x0, label).items():
         assert found["results"][0][key + "_each"][1] == pytest.approx(value, abs=1e-4)
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split("  ")[0] for line in lines] == ["net", "ema_slow", "teacher", "real halves", "held out"]
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert names == ["net", "ema_slow", "teacher", "real halves", "held out"]
 
 
 def test_all_scores_every_checkpoint_and_a_frozen_teacher_once(runs, monkeypatch):
     names, score = [], evaluate.score
-    monkeypatch.setattr(evaluate, "score", lambda run, net, *a: names.append((run.it, a[0])) or score(run, net, *a))
+    monkeypatch.setattr(evaluate, "score", lambda run, *a: names.append((run.it, a[1])) or score(run, *a))
     evaluate.main([str(runs / "dmd2"), *FEW, "--all"])
     assert names == [(1, "ema_slow"), (1, "teacher"), (2, "ema_slow")]
     first, second = (json.loads((runs / f"dmd2/eval/{it:07d}.json").read_text())["results"] for it in (1, 2))
@@ -107,7 +107,8 @@ def on_rank(rank, args):
 
 
 def test_two_ranks_give_the_figures_of_one_for_every_net_and_step_count(runs):
-    args, file = [str(runs / "sft"), *FEW, "--net", "ema,student", "--steps", "1,3"], runs / "sft/eval/0000002.json"
+    args = [str(runs / "sft"), *FEW, "--net", "ema,student", "--steps", "1,3"]
+    file = runs / "sft/eval/0000002.json"
     evaluate.main(args)
     one = json.loads(file.read_text())
     file.unlink()
@@ -131,7 +132,7 @@ def test_two_ranks_give_the_figures_of_one_for_every_net_and_step_count(runs):
     ("--steps 1,2", "trained for 1 steps, not for --steps 2"),
     ("--steps one", "--steps 'one' is not a list"),
     ("--net student,emma", "--net emma is not in"),
-    ("--num 1501", "--num 1501 from 2 to 1500"),
+    ("--samples 1501", "--samples 1501 from 2 to 1500"),
 ])
 def test_bad_input_is_one_sentence(runs, args, sentence):
     with pytest.raises(BadInput, match=sentence):

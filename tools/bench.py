@@ -1,6 +1,6 @@
 """What an iteration of the trainer costs over the network passes that its method cannot do without.
 
-    python tools/bench.py methods/dmd2.py [--net edm:digits --key value ...] [--blocks 10] [--iters 10]
+    python tools/bench.py methods/dmd2.py [--net edm:digits --key value ...] [--blocks 20] [--iters 5]
     python tools/bench.py methods/dmd2.py --startup    from process start to the end of the first iteration
     python tools/bench.py --overhead                   clipping, guard and EMA of 400 tensors; device syncs
 
@@ -8,10 +8,9 @@ The first form runs trainer.train itself and reads the clock in the calls that a
 of --iters iterations of one phase alternate with as many runs of the bare passes of that phase: calls of the
 same nets on the same batch, listed by name, and the same optimizer's step. The first block of each is not
 counted. Weights are random: speed does not depend on them. One process, a temporary run folder. Times are ms
-per iteration, medians over blocks [quartiles]; the ratio is that of neighbouring blocks. MB: peak resident
-memory of the process, on CUDA of torch's allocator. There, every reading of the clock waits for the device.
+per iteration, medians over blocks [quartiles]; the ratio is that of neighbouring blocks. Memory is the peak
+of the process, on CUDA of torch's allocator. There, every reading of the clock waits for the device.
 """
-import argparse
 import contextlib
 import copy
 import os
@@ -105,16 +104,18 @@ class Clocked:
     """A method as the trainer sees it, its phases in blocks of `iters` iterations. After each block come as
     many runs of what passes(nets, batch) -> {phase: [(name, times, function)]} lists, and the optimizer."""
 
-    def __init__(self, method, cfg, passes, blocks, iters):
+    def __init__(self, method, cfg, passes):
+        blocks, iters = cfg["blocks"] + 1, cfg["iters"]
         self.method, self.passes, self.iters, self.init = method, passes, iters, lambda cfg: {}
         self.path, self.build, self.sample = method.path, method.build, method.sample
         turns = defaultdict(list)                       # the method's own iterations of each phase, in order
         for it in range(cfg["max_iter"]):
             turns[method.phase(it, cfg)].append(it)
-        self.plan = [(own[i % len(own)], phase) for block in range(blocks + 1) for phase, own in turns.items()
+        self.plan = [(own[i % len(own)], phase) for block in range(blocks) for phase, own in turns.items()
                      for i in range(block * iters, (block + 1) * iters)]
         off = dict.fromkeys(("stop_at", "save_every", "val_every", "sample_every", "log_every"), 0)
-        self.cfg = cfg | off | dict(max_iter=len(self.plan) + 1, wandb="disabled", log_level="warning")
+        off["max_iter"] = max(cfg["max_iter"], len(self.plan) + 1)
+        self.cfg = cfg | off | dict(wandb="disabled", log_level="warning")
         self.blocks, self.laps, self.syncs = {phase: [] for phase in turns}, defaultdict(float), {}
         self.stepped, self.counter = -1, None
 
@@ -158,7 +159,7 @@ class Clocked:
     def end(self, done, phase):
         """The end of a block: note what it took, run the passes."""
         opt, device, amp = self.opts[phase], self.batch["x0"].device, trainer.DTYPES.get(self.cfg["amp"])
-        block, self.laps = dict(iteration=self.laps, MB=peak(device)), defaultdict(float)
+        block, self.laps = dict(iteration=self.laps), defaultdict(float)
         rows = [row for row in self.passes(self.nets, self.batch)[phase] if row[1]]
         for group in opt.param_groups:                  # these steps move no weight; the trainer sets lr anew
             group["lr"] = group["lr"] * 0.0
@@ -172,33 +173,23 @@ class Clocked:
             opt.zero_grad(set_to_none=True)
         times = {name: n * self.cfg["accum"] for name, n, _ in rows} | dict(optimizer=1)
         block["passes"] = {f"{k} x {n:g}" if n != 1 else k: self.laps[k] * n for k, n in times.items()}
-        self.blocks[phase].append(block | {"MB of the passes": peak(device)})
+        self.blocks[phase].append(block)
         self.laps = defaultdict(float)
         if done == len(self.plan):
             raise StopIteration                         # out of the trainer, which would write a checkpoint
 
 
-def peak(device):
-    """High-water mark of memory since the last call; since ever where the system cannot reset it."""
-    mb = logs.memory_gb(device) * 2 ** 10
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return mb
-
-
 # ---- the tables ------------------------------------------------------------------------------------------
 
-def row(name, values, digits=2):
+def row(name, values):
     low, mid, high = quantiles(values, n=4, method="inclusive")
-    print(f"  {name:<50}{mid:9.{digits}f}  [{low:.{digits}f} {high:.{digits}f}]")
+    print(f"  {name:<50}{mid:10.3f}  [{low:.3f} {high:.3f}]")
 
 
-def show(method, cfg, passes, args):
-    clocked = Clocked(method, cfg, passes, args.blocks, args.iters)
-    print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {args.blocks} blocks of "
-          f"{args.iters}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}", flush=True)
+def show(method, cfg, passes):
+    clocked = Clocked(method, cfg, passes)
+    print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks",
+          f"of {cfg['iters']}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as root, contextlib.suppress(StopIteration):
         os.environ["FEWSTEP_OUTPUT_ROOT"] = root
         trainer.train(clocked, clocked.cfg)
@@ -206,76 +197,74 @@ def show(method, cfg, passes, args):
         print(f"{phase}: {clocked.syncs[phase].n} device sync(s) after step")
         for kind in ("passes", "iteration"):
             for name in blocks[0][kind]:
-                row(name, [b[kind][name] / args.iters for b in blocks])
-            row(f"= {kind}", [sum(b[kind].values()) / args.iters for b in blocks])
+                row(name, [b[kind][name] / cfg["iters"] for b in blocks])
+            row(f"= {kind}", [sum(b[kind].values()) / cfg["iters"] for b in blocks])
         if cfg["recipes"]:
-            row("ratio", [sum(b["iteration"].values()) / sum(b["passes"].values()) for b in blocks], 3)
-        for key in ("MB", "MB of the passes"):
-            row(key, [b[key] for b in blocks], 0)
+            row("ratio", [sum(b["iteration"].values()) / sum(b["passes"].values()) for b in blocks])
+    print(f"peak memory {logs.memory_gb(clocked.batch['x0'].device) * 1024:.0f} MB")
 
 
-def overhead(args):
+def overhead(blocks=20, iters=5):
     """A method of 400 tensors without work; for its passes the loops that trainer.py does without."""
     def loops(nets, batch):
         params = copy.deepcopy(list(nets["student"].parameters()))
         pairs = list(zip(copy.deepcopy(params), params))
         for p in params:
             p.grad = torch.ones_like(p)
-        clip = lambda: bool(torch.nn.utils.clip_grad_norm_(params, 10.0).isfinite())                  # noqa: E731
-        ema = lambda: [e.data.lerp_(p.data, 0.001) for e, p in pairs]                                 # noqa: E731
+        clip = lambda: bool(torch.nn.utils.clip_grad_norm_(params, 10.0).isfinite())    # noqa: E731
+        ema = lambda: [e.data.lerp_(p.data, 0.001) for e, p in pairs]                   # noqa: E731
         with Syncs() as syncs:
             clip(), ema()
-        return dict(student=[(f"clip_grad_norm_, isfinite ({syncs.n} sync)", 1, clip), ("EMA by a loop", 1, ema)])
+        return dict(student=[(f"clip_grad_norm_, guard, {syncs.n} sync", 1, clip), ("EMA by a loop", 1, ema)])
 
     many = type("Many", (torch.nn.Sequential,), dict(x_shape=(1, 8, 8)))
     method = SimpleNamespace(
         path=Path(__file__), sample=None, phase=lambda it, cfg: "student",
-        build=lambda cfg: dict(student=many(*(torch.nn.Linear(64, 64) for _ in range(200)))),
+        build=lambda cfg: dict(student=many(*(torch.nn.Linear(8, 8) for _ in range(200)))),
         optimizers=lambda nets, cfg: dict(student=common.optimizer(nets["student"].parameters())),
         step=lambda nets, *_: (sum(p.sum() for p in nets["student"].parameters()), {}))
-    show(method, trainer.defaults | dict(net="of 400 tensors", group="bench", name="bench"), loops, args)
+    cfg = dict(net="of 400 small tensors", group="bench", name="bench", blocks=blocks, iters=iters)
+    show(method, trainer.defaults | cfg, loops)
 
 
 def startup(command, runs=3):
-    times, once = defaultdict(list), ("--stop_at", "1", "--log_every", "1")
+    """Times at which train.py prints "starting at ...", "it 0000000 | val...", "it 000001/..."."""
+    times = defaultdict(list)
+    command = [sys.executable, ROOT / "train.py", *command, "--stop_at=1", "--log_every=1",
+               "--wandb=disabled"]
     for _ in range(runs):
-        with tempfile.TemporaryDirectory() as root:
-            began = time.perf_counter()
-            run = subprocess.Popen([sys.executable, ROOT / "train.py", *command, *once],
-                                   env=os.environ | dict(FEWSTEP_OUTPUT_ROOT=root, WANDB_MODE="disabled"),
-                                   stdout=subprocess.PIPE, text=True)
-            for line in run.stdout:                     # "starting at ...", "it 0000000 | val", "it 000001/"
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as root, subprocess.Popen(
+                command, text=True, stdout=subprocess.PIPE,
+                env=os.environ | dict(FEWSTEP_OUTPUT_ROOT=root)) as run:
+            for line in run.stdout:
                 if line.startswith(("starting at", "it ")):
                     times[line.split("|")[0].strip()].append(time.perf_counter() - began)
-            if run.wait():
-                raise common.BadInput(f"train.py ended with exit code {run.returncode}, see above")
-    print("import train loads", *sorted({m.split(".")[0] for m in sys.modules} - sys.stdlib_module_names))
+        if run.returncode:
+            raise common.BadInput(f"train.py ended with exit code {run.returncode}; its message is above")
+    loaded = sorted({m.split(".")[0] for m in sys.modules if m[0] != "_"} - sys.stdlib_module_names)
+    print("import train loads", *loaded)
     print(f"seconds from the start of the process to the line, {runs} runs, load {os.getloadavg()[0]:.1f}")
     for name, values in times.items():
         row(name, values)
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("method", nargs="?", default="")
-    parser.add_argument("--overhead", action="store_true")
-    parser.add_argument("--startup", action="store_true")
-    parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--iters", type=int, default=10)
-    args, rest = parser.parse_known_args(argv)
-    if args.blocks < 2 or args.iters < 1:
-        raise common.BadInput(f"--blocks {args.blocks} must be at least 2 and --iters {args.iters} at least 1")
-    if args.overhead:
-        return overhead(args)
-    if args.startup:
-        return startup([args.method, *rest])
-    method = train.load_method(args.method)
-    cfg = train.resolve(method, rest)[0]
+    if argv == ["--overhead"]:
+        return overhead()
+    if not argv or argv[0].startswith("-"):
+        return print(__doc__)
+    if "--startup" in argv:
+        return startup([a for a in argv if a != "--startup"])
+    method = train.load_method(argv[0])
+    method.config = method.config | dict(blocks=20, iters=5)
+    cfg = train.resolve(method, argv[1:])[0]
     if cfg["recipes"] not in PASSES:
-        raise common.BadInput(f"tools/bench.py knows the passes of {', '.join(PASSES)}, not of {args.method}, whose "
-                              f"config has recipes {cfg['recipes']!r}; add an entry to PASSES")
-    show(method, cfg, lambda nets, batch: PASSES[cfg["recipes"]](Passes(nets, batch), cfg), args)
+        raise common.BadInput(f"{argv[0]} has recipes {cfg['recipes']!r}; tools/bench.py lists the passes of "
+                              f"{', '.join(PASSES)}: add an entry to PASSES")
+    if cfg["blocks"] < 2 or cfg["iters"] < 1:
+        raise common.BadInput(f"--blocks {cfg['blocks']} must be 2 or more, --iters {cfg['iters']} 1 or more")
+    show(method, cfg, lambda nets, batch: PASSES[cfg["recipes"]](Passes(nets, batch), cfg))
 
 
 if __name__ == "__main__":
