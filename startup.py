@@ -17,13 +17,17 @@ import common
 from common import BadInput, from_rank0
 
 CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp",), resume=("auto", "force", ""),
-               wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"))
+               wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"),
+               device=("", "cuda", "mps", "cpu"))
 
 
 def check(cfg, world):
     for key, choices in CHOICES.items():
         if cfg[key] not in choices:
             raise BadInput(f"--{key} {cfg[key]!r} is not known; choose from {', '.join(map(repr, choices))}")
+    for key in ("project", "group", "name"):
+        if cfg[key] in ("", ".", "..") or "/" in cfg[key]:
+            raise BadInput(f"--{key} {cfg[key]!r} cannot be the name of a folder; leave out / and dots alone")
     for key in ("batch_size", "accum", "val_batches", "steps"):
         if cfg[key] < 1:
             raise BadInput(f"--{key} {cfg[key]} must be at least 1")
@@ -49,7 +53,7 @@ def check(cfg, world):
 def pick_device(cfg, local):
     name = cfg["device"] or ("cuda" if torch.cuda.is_available() else
                              "mps" if torch.backends.mps.is_available() else "cpu")
-    if name == "cuda":
+    if name == "cuda" and torch.cuda.device_count():
         wanted, there = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
         if wanted > there:                              # every rank of the node sees it, so rank 0 can say it
             raise BadInput(f"this node has {there} GPUs for {wanted} ranks; lower --nproc_per_node to {there}, "
@@ -59,7 +63,8 @@ def pick_device(cfg, local):
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as e:
-        raise BadInput(f"--device {name} cannot be used ({str(e).splitlines()[0]}); give cpu, cuda or mps") from None
+        raise BadInput(f"--device {name} cannot be used ({str(e).splitlines()[0]}); give another one, or "
+                       f"none") from None
 
 
 def check_optimizers(method, cfg, nets, trainable, opts):

@@ -16,6 +16,7 @@ import ast
 import difflib
 import importlib.util
 import io
+import math
 import os
 import sys
 import time
@@ -64,13 +65,14 @@ def parse(key, text, default, where):
             return int(text) if text.lstrip("+-").replace("_", "").isdigit() else int(number)
         if isinstance(default, float):
             number = float(text)
-            if number != number:
+            if not math.isfinite(number):
                 raise ValueError
             return number
         if isinstance(default, tuple):                  # a,b or, as --dry_run prints it, ('a', 'b') or [1, 2]
+            words = bool(default) and isinstance(default[0], str)
             values = tuple(ast.literal_eval(text) if text[:1] in ("(", "[") else
-                           [element(e.strip()) for e in text.split(",") if e.strip()])
-            kinds = (int, float, str) if not default or isinstance(default[0], str) else (int, float)
+                           [e.strip() if words else element(e.strip()) for e in text.split(",") if e.strip()])
+            kinds = str if words else (int, float) if default else (int, float, str)
             if not all(isinstance(e, kinds) for e in values):
                 raise ValueError
             return values

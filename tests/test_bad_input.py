@@ -77,6 +77,7 @@ def write_method(folder, text, name="mine.py"):
     (("--preset", "cifar"), "no preset 'cifar'; it has .*cifar10"),
     (("--ema", "ema,ema:0.5"), "names an average twice"),
     (("--ema", "average"), "'average' is not NAME.* beginning with ema"),
+    (("--ema", "0.999"), "'0.999' is not NAME"),
     (("--ema", "ema:1.5"), "0 <= RATE < 1"),
     (("--max_iter", "10000000"), "10000000 is more than 9999999"),
     (("--seed", "-1"), "--seed -1 must not be negative"),
@@ -87,7 +88,9 @@ def write_method(folder, text, name="mine.py"):
     (("--amp", "bf17"), "--amp 'bf17' is not known; choose from '', 'bf16', 'fp16'"),
     (("--resume", "yes"), "--resume 'yes' is not known; choose from 'auto', 'force', ''"),
     (("--lr_schedule", "cosin"), "cosin.*cosine"),
-    (("--device", "gpu"), "--device gpu cannot be used"),
+    (("--device", "gpu"), "--device 'gpu' is not known; choose from '', 'cuda', 'mps', 'cpu'"),
+    (("--name", "a/b"), "--name 'a/b' cannot be the name of a folder"),
+    (("--group", ".."), "--group '..' cannot be the name of a folder"),
     (("--data", "nowhere.zip"), "--data nowhere.zip does not exist"),
     (("--net", "edn:digits"), "edn.*edm"),
     (("--net", "edm:digit"), "digit.*digits"),
@@ -103,7 +106,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(capsys, args, words):
 
 @pytest.mark.parametrize("default, text, value", [
     (0.1, "1e-4", 1e-4), (0.1, "1E-4", 1e-4), (0.1, ".5", 0.5), (0.1, "-1", -1.0), (0.1, "-1e-3", -1e-3),
-    (0.1, "3", 3.0), (0.1, "inf", float("inf")),
+    (0.1, "3", 3.0),
     (1, "1e4", 10000), (1, "10e2", 1000), (1, "1_000", 1000), (1, "-1", -1), (1, "4.0", 4),
     (1, "9007199254740993", 9007199254740993),                      # above 2 ** 53: not by way of a float
     (False, "True", True), (False, "true", True), (True, "False", False), (True, "0", False),
@@ -111,6 +114,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(capsys, args, words):
     ("x", "my run", "my run"),
     ((), "0.999,0.75,0", (0.999, 0.75, 0)), ((), "[0.999,0.75,0]", (0.999, 0.75, 0)), ((), "(1, 2)", (1, 2)),
     ((), "", ()), ((), "[]", ()), ((), "a,b", ("a", "b")), ((0.9, 0.999), "0,0.99", (0, 0.99)),
+    (("a",), "('a', 'b')", ("a", "b")), (("ema",), "0.9", ("0.9",)),
     (("ema",), "ema:0.999,ema_long", ("ema:0.999", "ema_long")),
 ])
 def test_the_type_of_the_default_decides_what_a_value_means(default, text, value):
@@ -120,9 +124,10 @@ def test_the_type_of_the_default_decides_what_a_value_means(default, text, value
 
 
 @pytest.mark.parametrize("key, text, kind", [
-    ("lr", "fast", "a number"), ("lr", "nan", "a number"), ("lr", "", "a number"), ("lr", "None", "a number"),
+    ("lr", "fast", "a number"), ("lr", "inf", "a number"), ("lr", "", "a number"), ("lr", "None", "a number"),
     ("lr", "1e-4x", "a number"), ("lr", "1,5", "a number"), ("max_iter", "3.5", "a whole number"),
     ("max_iter", "None", "a whole number"), ("max_iter", "inf", "a whole number"),
+    ("lr", "nan", "a number"),
     ("max_iter", "true", "a whole number"), ("xflip", "yes", "true, false"), ("xflip", "2", "true, false"),
     ("xflip", "", "true, false"), ("betas", "0.9,high", "a list a,b"),
     ("betas", "(0.9", "a list a,b"), ("betas", "((1, 2),)", "a list a,b"),
@@ -304,6 +309,13 @@ def test_more_ranks_than_gpus_are_refused_by_every_rank_alike(capsys, monkeypatc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     given = [a if a != "cpu" else "cuda" for a in TINY]
     assert "this node has 1 GPUs for 2 ranks; lower --nproc_per_node to 1" in refused(capsys, SFT, *given)
+
+
+def test_a_device_that_is_not_there_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch, "empty", lambda *args, device: (_ for _ in ()).throw(RuntimeError("No driver")))
+    given = [a if a != "cpu" else "cuda" for a in TINY]
+    assert "--device cuda cannot be used (No driver); give another one" in refused(capsys, SFT, *given)
 
 
 def test_two_runs_in_one_folder_are_refused(capsys, here, monkeypatch):
