@@ -1,9 +1,9 @@
 """Checkpoints: `N.pth`, N = iterations done in exactly seven digits.
 
-A file is written under a temporary name, synced, and renamed, so a kill at any moment leaves whole files only.
-The scan accepts seven digits and `.pth`, nothing else. Loading is weights-only (no pickled code runs) and checks
-every byte against the archive's checksums. A *source* names weights for a net, `path[#entry]`: a run folder (its
-newest checkpoint), a checkpoint, or a plain file of weights; the entry is a net or an EMA in it.
+A file is written under a temporary name, synced, and renamed, so a kill at any moment leaves whole files
+only. The scan accepts seven digits and `.pth`, nothing else. Loading is weights-only (no pickled code runs)
+and checks every byte against the archive's checksums. A *source* names weights for a net, `path[#entry]`: a
+run folder (its newest checkpoint), a checkpoint, or a plain weights file; the entry is a net or an EMA in it.
 
     dict(format=1, it, method, config, counts, skipped, sources, nets, emas, optims, scaler)
 """
@@ -47,14 +47,14 @@ def write(file, save):
         finally:
             os.close(folder)
     except (OSError, RuntimeError) as e:                # torch reports a full disk as a RuntimeError
-        raise BadInput(f"could not write {file} ({str(e).splitlines()[0]}); what was there before is untouched, "
-                       f"free some space and start again to continue") from e
+        raise BadInput(f"could not write {file} ({str(e).splitlines()[0]}); what was there before is "
+                       f"untouched, free some space and start again to continue") from e
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def save(file, state):
-    """Write a checkpoint, with one retry (a network file system hiccups; a full disk may just have been cleared)."""
+    """Write a checkpoint, with one retry (network file systems hiccup; a full disk may have been cleared)."""
     try:
         write(file, lambda temporary: torch.save(state, temporary))
     except BadInput:
@@ -77,7 +77,7 @@ def load(file):
     """The content of a `.pth` file on the CPU. Raises BadInput if it is truncated, damaged or not weights."""
     try:
         with zipfile.ZipFile(file) as z:
-            damaged = z.testzip()                       # torch.load itself would load a flipped byte in silence
+            damaged = z.testzip()                     # torch.load itself would load a flipped byte in silence
         if damaged:
             raise BadInput(f"{file} is damaged (wrong checksum in {damaged}); use another copy of it")
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -91,7 +91,7 @@ def load(file):
 
 
 def newest(folder, say):
-    """(it, state) of the newest readable checkpoint, or (None, None); names each unreadable one through `say`."""
+    """(it, state) of the newest readable checkpoint, or (None, None); `say` names each unreadable one."""
     for it in reversed(scan(folder)):
         try:
             state = load(path(folder, it))
@@ -103,7 +103,7 @@ def newest(folder, say):
     return None, None
 
 
-# ---- sources: path[#entry] -------------------------------------------------------------------------------------
+# ---- sources: path[#entry] ---------------------------------------------------------------------------------
 
 def find(name):
     """`name` in the working directory, else beside this file (so `assets/...` works from anywhere)."""
@@ -130,16 +130,17 @@ def resolve(source, hint=""):
     elif re.fullmatch(r"[0-9]{7}\.pth", file.name):
         it = int(file.stem)
     inside = file.is_relative_to(ROOT) and file.is_relative_to(ROOT / "assets")
-    return dict(file=str(file.relative_to(ROOT) if inside else file), entry=entry, it=it, size=file.stat().st_size)
+    return dict(file=str(file.relative_to(ROOT) if inside else file), entry=entry, it=it,
+                size=file.stat().st_size)
 
 
 def read(source):
-    """State dict of a resolved source. Entry "" means the student of a checkpoint, or a plain file's only content.
-    Raises BadInput if the file is gone or has another size than when it was resolved."""
+    """State dict of a resolved source. Entry "" means the student of a checkpoint, or a plain file's only
+    content. Raises BadInput if the file is gone or has another size than when it was resolved."""
     file = find(source["file"])
     if file is None or file.stat().st_size != source["size"]:
-        raise BadInput(f"{source['file']} is {'gone' if file is None else 'not the file it was'} since this run "
-                       f"began ({source['size']} bytes then); put it back, or start anew with --name NEW")
+        raise BadInput(f"{source['file']} is {'gone' if file is None else 'not the file it was'} since this "
+                       f"run began ({source['size']} bytes then); put it back, or start anew with --name NEW")
     entry = source["entry"]
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -153,17 +154,17 @@ def read(source):
         return content
     if entry not in content:
         raise BadInput(f"{source['file']} has no entry {entry or '(none given)'}; it has "
-                       f"{', '.join(k for k, v in content.items() if isinstance(v, dict)) or 'plain weights'}: "
-                       f"write the source as path#entry")
+                       f"{', '.join(k for k, v in content.items() if isinstance(v, dict)) or 'plain weights'}"
+                       f": write the source as path#entry")
     return content[entry]
 
 
-# ---- filling nets ----------------------------------------------------------------------------------------------
+# ---- filling nets ------------------------------------------------------------------------------------------
 
 def materialise(net, name, seed, given=()):
-    """Give a net built on the meta device its storage on the CPU and draw what is not in `given` (keys of a state
-    dict about to be loaded): module by module, each from the default generator seeded by (seed, name, module), so
-    the result depends on nothing else. Buffers that no checkpoint holds are rebuilt on the way."""
+    """Give a net built on the meta device its storage on the CPU and draw what is not in `given` (keys of a
+    state dict about to be loaded): module by module, each from the default generator seeded by (seed, name,
+    module), so the result depends on nothing else. Buffers in no checkpoint are rebuilt on the way."""
     if any(p.is_meta for p in [*net.parameters(), *net.buffers()]):
         net.to_empty(device="cpu")
     given = set(given)
@@ -174,8 +175,8 @@ def materialise(net, name, seed, given=()):
         if keys <= given:                               # nothing here, or all of it is loaded
             continue
         if not hasattr(module, "reset_parameters"):
-            raise BadInput(f"{type(module).__name__} ({name}.{module_name}) owns {sorted(keys)[0]} but has no "
-                           f"reset_parameters(); give it one that fills its parameters and buffers")
+            raise BadInput(f"{type(module).__name__} ({name}.{module_name}) owns {sorted(keys)[0]} but has "
+                           f"no reset_parameters(); give it one that fills its parameters and buffers")
         common.seed_default(common.hash_seed(seed, name, module_name))
         module.reset_parameters()
 
@@ -188,8 +189,8 @@ def adapted(net, state):
 
 
 def fill(net, state, what, keys=None, optional=()):
-    """Copy `state` into the net. `keys`: the keys it must hold (default: all of the net's); those under a prefix
-    in `optional` may be absent. Anything else missing, unknown or misshapen raises BadInput naming `what`."""
+    """Copy `state` into the net. `keys`: the keys it must hold (default: all of the net's); those under a
+    prefix in `optional` may be absent. All else missing, unknown or misshapen is a BadInput naming `what`."""
     own = net.state_dict()
     keys = set(own if keys is None else keys)
     missing = sorted(k for k in keys - set(state) if not k.startswith(tuple(optional) or ("\0",)))
@@ -199,6 +200,6 @@ def fill(net, state, what, keys=None, optional=()):
     problems = [f"{len(p)} {kind} ({', '.join(p[:3])}{', ...' if len(p) > 3 else ''})"
                 for kind, p in (("missing", missing), ("unknown", unknown), ("misshapen", shapes)) if p]
     if problems:
-        raise BadInput(f"weights of {what} do not fit the net: {'; '.join(problems)}; is --net the one they were "
-                       f"made with? --name NEW starts a new run")
+        raise BadInput(f"weights of {what} do not fit the net: {'; '.join(problems)}; is --net the one they "
+                       f"were made with? --name NEW starts a new run")
     net.load_state_dict(state, strict=False)

@@ -262,7 +262,7 @@ def t_list(schedule, steps, given=()):
     """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0.
     Default: equal steps from t_max; on edm the points of the 1000-point grid that FastGen takes, but from 80,
     which one-step students are trained at, not 79.56."""
-    (_, t_max), limit, ts = t_range(schedule), schedules[schedule][2], [float(t) for t in given]
+    (_, t_max), limit, ts = t_range(schedule), schedules[schedule][2], [number("--t_list", t) for t in given]
     if steps < 1:
         raise BadInput(f"--steps {steps} must be at least 1")
     if ts:
@@ -354,6 +354,13 @@ def denoising_loss(net, x0, t, eps, cond, pred="", weight="", sigma_data=0.0, **
     if kw.get("logvar"):
         loss = loss / wide(out["logvar"]).exp() + out["logvar"]
     return (loss, out["taps"]) if kw.get("taps") else loss
+
+
+def check_noise(net, pred="", weight="", **time):
+    """Raises BadInput for a p(t) (as in sample_t), space or weight that denoising_loss would later refuse."""
+    t = t_quantile(torch.tensor([0.5], dtype=torch.float64, device="cpu"), schedule=net.schedule, **time)
+    mix(pred or net.pred, net.schedule, t)
+    loss_weight(weight or "unit", net.schedule, t, pred or net.pred)
 
 
 def dmd_loss(x, x0_teacher, x0_fake):
@@ -482,8 +489,9 @@ def shared_generator(seed, it):
 
 def noise_fn(seed, ids, shape, device):
     """noise(k) -> (B, *shape) float32, each sample a function of (seed, id, k) alone, drawn on the CPU."""
-    def noise(k):  # numpy's generator takes all 63 bits of a seed; torch's takes 32, too few for 50,000 samples
-        draws = [np.random.default_rng(hash_seed(seed, int(i), k)).standard_normal(shape, np.float32) for i in ids]
+    def noise(k):  # numpy's generator takes all 63 bits of a seed; torch's 32, too few for 50,000 samples
+        draws = [np.random.default_rng(hash_seed(seed, int(i), k)).standard_normal(shape, np.float32)
+                 for i in ids]
         return torch.from_numpy(np.stack(draws) if draws else np.empty((0, *shape), np.float32)).to(device)
     return functools.cache(noise)
 
@@ -540,5 +548,7 @@ def optimizer(groups, name="adamw", lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weigh
     """torch's "adamw", "adam" or "radam" over parameters or groups of them."""
     kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, radam=torch.optim.RAdam)
     known("optimizer", name, kinds)
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise BadInput(f"--betas {betas} must be two numbers in [0, 1), such as 0.9,0.999")
     how = "foreach" if name == "radam" else "fused"  # fused: 7x faster, 200 small tensors on a CPU
     return kinds[name](groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, **{how: True})

@@ -252,7 +252,7 @@ class Loader:
         self.ops = augment.chosen(cfg) if self.p else ()
         self.workers, self.queue = cfg.get("workers", 0), deque()
         self.pool = ThreadPoolExecutor(self.workers, "data") if self.workers else None
-        self.pin = torch.cuda.is_available() and cfg.get("device", "") in ("", "cuda")  # so that copies overlap
+        self.pin = torch.cuda.is_available() and cfg.get("device", "") in ("", "cuda")  # so copies overlap
 
     def __iter__(self):
         return self

@@ -156,8 +156,8 @@ def table(run, rows, real):
         lines.append((row["net"], *(str(row.get(k, "")) for k in ("steps", "calls")),
                       *(cell(row, k, places) for k, places in (("fd", 3), ("agreement", 4), ("nearest", 3)))))
     width = [max(map(len, column)) for column in zip(*lines)]
-    head = (f"{run.folder} checkpoint {run.it} ({run.state['method']}): {rows[0]['samples']} samples, mean ± "
-            f"standard deviation of {len(rows[0]['seeds'])} seeds")
+    head = (f"{run.folder} checkpoint {run.it} ({run.state['method']}): {rows[0]['samples']} samples, mean "
+            f"± standard deviation of {len(rows[0]['seeds'])} seeds")
     return "\n".join([head, *("  ".join(c.ljust(w) for c, w in zip(line, width)).rstrip() for line in lines)])
 
 

@@ -1,4 +1,4 @@
-"""What a run says: means over a window, metrics.jsonl, the log line, the bar, wandb, the plan of --dry_run."""
+"""What a run says: means over a window, metrics.jsonl, the log line, the bar, wandb, --dry_run's plan."""
 import contextlib
 import json
 import netrc
@@ -29,12 +29,14 @@ class Meter:
             self.totals.add(key)
 
     def flush(self):
-        """{key: mean}; the keys of the student's turns (from `loss` on) come first, whoever's turn it was first."""
+        """{key: mean}; keys of the student's turns (from `loss` on) come first, whoever's turn was first."""
         keys = list(self.sums)
         if not keys:
             return {}
-        device = next((s.device for s, _ in self.sums.values() if s.device.type != "cpu"), torch.device("cpu"))
-        values = torch.stack([s.to(device) / (1 if k in self.totals else n) for k, (s, n) in self.sums.items()])
+        device = next((s.device for s, _ in self.sums.values() if s.device.type != "cpu"),
+                      torch.device("cpu"))
+        values = torch.stack([s.to(device) / (1 if k in self.totals else n)
+                              for k, (s, n) in self.sums.items()])
         if self.distributed:
             values = common.all_mean(values)
         self.sums = {}
@@ -102,11 +104,12 @@ class Printer:
 
 
 def log_line(done, total, values):
-    """it 001200/010000 | loss 0.43 dm 0.43 | dsm 0.08 | norm 0.83 | lr 1.0e-05 | 412 ms/it | ... | eta 1h02m"""
+    """it 001200/010000 | loss 0.4 dm 0.4 | dsm 0.08 | norm 0.83 | lr 1.0e-05 | 412 ms/it | ... | eta 1h02m"""
     meta = ("ms_per_it", "img_per_s", "mem_gb", "eta_s", "data_ms")
     width = max(6, len(str(total)))
     groups = [[k for k in values if k not in meta and not k.startswith(("norm", "lr", "skipped", "scale"))],
-              [k for k in values if k.startswith(("norm", "skipped", "scale"))], [k for k in values if k.startswith("lr")]]
+              [k for k in values if k.startswith(("norm", "skipped", "scale"))],
+              [k for k in values if k.startswith("lr")]]
     parts = [" ".join(f"{k} {values[k]:.1e}" if k.startswith("lr") else f"{k} {values[k]:.4g}" for k in group)
              for group in groups if group]
     m, s = divmod(int(values["eta_s"]), 60)
@@ -138,8 +141,8 @@ def save_grid(images, file, columns, pad=1):
 
 
 def config_lines(cfg, changed):
-    return [f"{'*' if k in changed else ' '} {k} = {v!r}" + (f"   (default {changed[k]!r})" if k in changed else "")
-            for k, v in cfg.items()]
+    return [f"{'*' if k in changed else ' '} {k} = {v!r}" +
+            (f"   (default {changed[k]!r})" if k in changed else "") for k, v in cfg.items()]
 
 
 def net_lines(nets, trainable):
@@ -154,36 +157,42 @@ def net_lines(nets, trainable):
 def data_line(cfg, dataset, net):
     """Size and spread of the data: a wrong value range (0..255, latents scaled twice) shows here first."""
     some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 128))]
-    raw = dict(image=torch.stack([torch.as_tensor(image.copy()) for image in some]), label=torch.zeros(len(some)).long() - 1,
-               id=torch.arange(len(some)))
+    raw = dict(image=torch.stack([torch.as_tensor(image.copy()) for image in some]),
+               label=torch.zeros(len(some)).long() - 1, id=torch.arange(len(some)))
     std = encoders.encode(raw, cfg, "cpu")["x0"].std().item()
-    return (f"data {cfg['data']}: {len(dataset):,} samples of {tuple(dataset.shape)}, {dataset.classes} classes, std "
-            f"{std:.3f}" + (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else ""))
+    return (f"data {cfg['data']}: {len(dataset):,} samples of {tuple(dataset.shape)}, "
+            f"{dataset.classes} classes, std {std:.3f}" +
+            (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else ""))
 
 
 def describe(cfg, nets, trainable, opts, names, world, device, start, changed):
     owns = {phase: sorted({names[p].split(".")[0] for g in opt.param_groups for p in g["params"]})
             for phase, opt in opts.items()}
     return "\n".join([
-        "config (* = set by preset or command line)", *config_lines(cfg, dict(changed)), "nets", *net_lines(nets, trainable),
-        *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}" for phase, own in owns.items()),
-        f"batch {cfg['batch_size']} = {cfg['batch_size'] // (world * cfg['accum'])} per rank x accum {cfg['accum']} x "
-        f"{world} ranks | {device}{f', {dist.get_backend()}' if world > 1 else ''}, {torch.get_num_threads()} threads | "
-        f"{cfg['amp'] or 'fp32'}", f"{'starting' if start == 0 else 'continuing'} at iteration {start}"])
+        "config (* = set by preset or command line)", *config_lines(cfg, dict(changed)),
+        "nets", *net_lines(nets, trainable),
+        *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}"
+          for phase, own in owns.items()),
+        f"batch {cfg['batch_size']} = {cfg['batch_size'] // (world * cfg['accum'])} per rank x accum "
+        f"{cfg['accum']} x {world} ranks | {device}{f', {dist.get_backend()}' if world > 1 else ''}, "
+        f"{torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",
+        f"{'starting' if start == 0 else 'continuing'} at iteration {start}"])
 
 
 def show_plan(method, cfg, changed, nets, trainable, world, folder):
-    """What --dry_run prints: config, parameters, batch arithmetic, memory of weights, gradients and moments."""
+    """What --dry_run prints: config, parameters, batch arithmetic, memory of weights, gradients, moments."""
     total = sum(p.numel() for net in nets.values() for p in net.parameters())
     train = sum(p.numel() for net in nets.values() for p in net.parameters() if p.requires_grad)
     student = sum(p.numel() for p in nets["student"].parameters())
     gb = 4 * (total + 3 * train + student * len(cfg["ema"])) / 2 ** 30
     print("\n".join([
-        "config (* = set by preset or command line)", *config_lines(cfg, dict(changed)), "nets", *net_lines(nets, trainable),
-        f"batch {cfg['batch_size']} = {cfg['batch_size'] // (world * cfg['accum'])} per rank x accum {cfg['accum']} x "
-        f"{world} ranks; {cfg['max_iter']} iterations = {cfg['max_iter'] * cfg['batch_size']:,} samples",
-        f"memory per rank in float32: {gb:.2f} GB for weights, gradients, two moments and {len(cfg['ema'])} EMA; "
-        f"activations come on top", f"output {folder}"]))
+        "config (* = set by preset or command line)", *config_lines(cfg, dict(changed)),
+        "nets", *net_lines(nets, trainable),
+        f"batch {cfg['batch_size']} = {cfg['batch_size'] // (world * cfg['accum'])} per rank x accum "
+        f"{cfg['accum']} x {world} ranks; {cfg['max_iter']} iterations = "
+        f"{cfg['max_iter'] * cfg['batch_size']:,} samples",
+        f"memory per rank in float32: {gb:.2f} GB for weights, gradients, two moments and {len(cfg['ema'])} "
+        f"EMA; activations come on top", f"output {folder}"]))
 
 
 def start_wandb(cfg, folder, say):
@@ -202,11 +211,12 @@ def start_wandb(cfg, folder, say):
         import wandb
         id_file = folder / "wandb_id.txt"
         run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
-        wandb.init(project=cfg["project"], group=cfg["group"], name=cfg["name"], id=run_id, resume="allow", mode=mode,
-                   dir=str(folder), config=cfg, settings=wandb.Settings(silent=True, init_timeout=30))
+        wandb.init(project=cfg["project"], group=cfg["group"], name=cfg["name"], id=run_id, resume="allow",
+                   mode=mode, dir=str(folder), config=cfg,
+                   settings=wandb.Settings(silent=True, init_timeout=30))
         id_file.write_text(run_id + "\n")
         return wandb
-    except Exception as e:                              # missing package, no network: training goes on without
-        say(f"wandb disabled: {str(e).splitlines()[0] if str(e) else type(e).__name__} (pip install wandb, or "
-            f"--wandb offline)", "warning")
+    except Exception as e:                             # missing package, no network: training goes on without
+        say(f"wandb disabled: {str(e).splitlines()[0] if str(e) else type(e).__name__} (pip install wandb, "
+            f"or --wandb offline)", "warning")
         return None

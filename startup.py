@@ -1,6 +1,6 @@
 """Before the first iteration: what can be wrong with the input, the run folder, weights into nets.
 
-The checks run before the process group starts and alike on every rank, so a mistake costs seconds and one sentence.
+The checks run before the process group starts, alike on every rank: a mistake costs seconds and one sentence.
 """
 import contextlib
 import fcntl
@@ -31,18 +31,21 @@ def check(cfg, world):
     for key in ("batch_size", "accum", "val_batches", "steps"):
         if cfg[key] < 1:
             raise BadInput(f"--{key} {cfg[key]} must be at least 1")
-    for key in ("max_iter", "stop_at", "save_every", "keep_last", "val_every", "sample_every", "log_every", "warmup",
-                "workers", "clip", "lr", "augment", "seed"):
+    for key in ("max_iter", "stop_at", "save_every", "keep_last", "val_every", "sample_every", "log_every",
+                "warmup", "workers", "clip", "lr", "augment", "seed"):
         if cfg[key] < 0:
             raise BadInput(f"--{key} {cfg[key]} must not be negative; 0 switches it off")
+    if cfg["augment"] > 1 or cfg["workers"] > 256:
+        raise BadInput(f"--augment {cfg['augment']} is a probability, at most 1; --workers "
+                       f"{cfg['workers']} are threads, at most 256")
     parts = world * cfg["accum"]
     if cfg["batch_size"] % parts:
         low = cfg["batch_size"] // parts * parts
-        raise BadInput(f"batch_size {cfg['batch_size']} is not divisible by {world} ranks x accum {cfg['accum']} = "
-                       f"{parts}; nearest {f'{low} or ' if low else ''}{low + parts}")
+        raise BadInput(f"batch_size {cfg['batch_size']} is not divisible by {world} ranks x accum "
+                       f"{cfg['accum']} = {parts}; nearest {f'{low} or ' if low else ''}{low + parts}")
     if cfg["max_iter"] > 9_999_999:
-        raise BadInput(f"--max_iter {cfg['max_iter']} is more than 9999999, the last number a checkpoint's seven "
-                       f"digits hold")
+        raise BadInput(f"--max_iter {cfg['max_iter']} is more than 9999999, the last number a checkpoint's "
+                       f"seven digits hold")
     common.lr_factor(cfg["lr_schedule"], 0, cfg["warmup"], 1)
     names = [common.parse_ema(e)[0] for e in cfg["ema"]]
     if len(set(names)) < len(names):
@@ -56,8 +59,8 @@ def pick_device(cfg, local):
     if name == "cuda" and torch.cuda.device_count():
         wanted, there = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
         if wanted > there:                              # every rank of the node sees it, so rank 0 can say it
-            raise BadInput(f"this node has {there} GPUs for {wanted} ranks; lower --nproc_per_node to {there}, "
-                           f"or use --device cpu")
+            raise BadInput(f"this node has {there} GPUs for {wanted} ranks; lower --nproc_per_node to "
+                           f"{there}, or use --device cpu")
         torch.cuda.set_device(local)
         return torch.device("cuda", local)
     try:
@@ -80,11 +83,13 @@ def check_optimizers(method, cfg, nets, trainable, opts):
         for key, p in net.named_parameters():
             n = owners.pop(id(p), 0)
             if (key in trainable[name]) != (n == 1) or n > 1:
-                raise BadInput(f"{where}: parameter {name}.{key} is {'trainable' if p.requires_grad else 'frozen'} and "
-                               f"in {n} optimizers; trainable ones belong to one, frozen ones (requires_grad False "
-                               f"in build) to none")
+                raise BadInput(f"{where}: parameter {name}.{key} is "
+                               f"{'trainable' if p.requires_grad else 'frozen'} and in {n} optimizers; "
+                               f"trainable ones belong to one, frozen ones (requires_grad False in "
+                               f"build) to none")
     if owners:
-        raise BadInput(f"{where}: optimizers() holds {len(owners)} parameters of no net that build() returned")
+        raise BadInput(f"{where}: optimizers() holds {len(owners)} parameters of no net that build() "
+                       f"returned")
 
 
 def output_folder(cfg):
@@ -109,16 +114,16 @@ def check_folder(method, cfg, folder):
     if not ckpt.scan(folder / "checkpoints"):
         return False
     if cfg["resume"] == "":
-        raise BadInput(f"{folder} holds checkpoints and --resume is \"\"; start anew with --name NEW, or continue with "
-                       f"--resume auto")
+        raise BadInput(f"{folder} holds checkpoints and --resume is \"\"; start anew with --name NEW, or "
+                       f"continue with --resume auto")
     known = folder / "config.json"
     was = json.loads(known.read_text()).get("method", "") if known.exists() else ""
     if was and was != method.path.stem:
         raise BadInput(f"{folder} is a run of {was}, not of {method.path.stem}; use --name NEW")
     copied = folder / "method.py"
     if cfg["resume"] != "force" and copied.exists() and copied.read_bytes() != method.path.read_bytes():
-        raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, --resume force "
-                       f"continues with the changed file")
+        raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, "
+                       f"--resume force continues with the changed file")
     return True
 
 
@@ -137,11 +142,11 @@ def val_settings(cfg):
     return settings
 
 
-# ---- start-up ----------------------------------------------------------------------------------------------------
+# ---- start-up ----------------------------------------------------------------------------------------------
 
 def fill(nets, inits, sources, state, trainable, cfg):
-    """Weights into every net, on the CPU: from the checkpoint what it holds, the rest from `init`: a file, another
-    net (filled before), or a fresh draw."""
+    """Weights into every net, on the CPU: from the checkpoint what it holds, the rest from `init`: a file,
+    another net (filled before), or a fresh draw."""
     waiting = dict(nets)
     while waiting:
         ready = [n for n in waiting if inits.get(n) not in waiting]
@@ -163,7 +168,7 @@ def fill(nets, inits, sources, state, trainable, cfg):
 
 
 def saved_keys(net, trainable):
-    """Keys of a net that a checkpoint holds: trainable parameters and buffers; frozen ones come from their source."""
+    """Keys of a net in a checkpoint: trainable parameters and buffers; frozen ones come from their source."""
     parameters = {k for k, _ in net.named_parameters()}
     return [k for k in net.state_dict() if k in trainable or k not in parameters]
 
@@ -188,7 +193,8 @@ def open_folder(method, cfg, folder, sources, state, start, say):
     if state:
         for key, value in cfg.items():
             if state["config"].get(key, value) != value:
-                say(f"config differs from the checkpoint: {key} was {state['config'][key]!r}, now {value!r}", "warning")
+                say(f"config differs from the checkpoint: {key} was {state['config'][key]!r}, now {value!r}",
+                    "warning")
     text = json.dumps(dict(cfg) | dict(method=method.path.stem, sources=sources), indent=1)
     ckpt.write(folder / "config.json", lambda f: f.write_text(text + "\n"))
     ckpt.write(folder / "method.py", lambda f: f.write_bytes(method.path.read_bytes()))

@@ -1,9 +1,9 @@
 """Train a method file.
 
-    torchrun train.py methods/dmd2.py                               the embedded digits, a few minutes on a laptop
-    torchrun train.py methods/dmd2.py --max_iter 10000 --lr 1e-5    any config key, as --key value or --key=value
+    torchrun train.py methods/dmd2.py                             the embedded digits, minutes on a laptop
+    torchrun train.py methods/dmd2.py --max_iter 10000 --lr 1e-5  any config key, --key value or --key=value
     torchrun --nproc_per_node 8 train.py methods/dmd2.py --preset cifar10 --data cifar10.zip --teacher edm.pth
-    python train.py methods/dmd2.py --help | --dry_run              every key with its comment | the plan, no work
+    python train.py methods/dmd2.py --help | --dry_run            every key with its comment | plan, no work
 
 Order of authority: trainer defaults < the method's config < preset < command line. Bad input ends with one
 sentence and exit code 2 before any work (torchrun itself then returns 1).
@@ -80,7 +80,8 @@ def parse(key, text, default, where):
     except (KeyError, ValueError, OverflowError, TypeError, SyntaxError):
         kind = {bool: "true, false, 1 or 0", int: "a whole number", float: "a number",
                 tuple: "a list a,b of such values"}[type(default)]
-        raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there, so give {kind}") from None
+        raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there, so give "
+                       f"{kind}") from None
 
 
 def element(text):
@@ -99,12 +100,13 @@ def unknown(key, keys, where):
 
 
 def resolve(method, argv):
-    """(config, {key: value before} of what preset and command line changed, {option: value}). Raises BadInput."""
+    """(config, {key: value before} of what preset and command line set, {option: value}). Raises BadInput."""
     where = os.path.relpath(method.path) if method.path.is_relative_to(Path.cwd()) else str(method.path)
     cfg = trainer.defaults | method.config
     for key, value in cfg.items():
         if not isinstance(value, (int, float, str, tuple)):
-            raise BadInput(f"{where}: config[{key!r}] is a {type(value).__name__}; use int, float, bool, str, tuple")
+            raise BadInput(f"{where}: config[{key!r}] is a {type(value).__name__}; use int, float, bool, "
+                           f"str, tuple")
     base, given, options = dict(cfg), {}, {}
     args = list(argv)
     while args:
@@ -176,8 +178,8 @@ def show_help(method, cfg):
 
 
 def quit_with(sentence):
-    """Print the sentence once, from rank 0, and exit with 2. The others wait for it: torchrun ends every worker
-    when the first one fails. If nobody ends this one, it alone had something to say."""
+    """Print the sentence once, from rank 0, and exit with 2. The others wait for it: torchrun ends every
+    worker when the first one fails. If nobody ends this one, it alone had something to say."""
     until = time.time() + (10 if int(os.environ.get("RANK", 0)) else 0)
     while time.time() < until and not resume.requested():
         time.sleep(0.05)

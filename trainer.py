@@ -9,9 +9,10 @@
         average gradients over the ranks; norm; skip if it is not finite; clip; optimizer; post_step; EMA
         validation, samples, log line, checkpoint, preemption: each after iteration it, where it is due
 
-What a method file may rely on: its nets hold float32 weights on the device, filled from `init`; only the parameters
-of the phase's optimizer require gradients; batch = dict(x0 (B,C,[T,]H,W) float32, cond {}, uncond {}, id (B,)); an
-iteration computes the same on W ranks x A micro-steps as on one rank x W A; modes are as `build` left them.
+What a method file may rely on: its nets hold float32 weights on the device, filled from `init`; only the
+parameters of the phase's optimizer require gradients; batch = dict(x0 (B,C,[T,]H,W) float32, cond {},
+uncond {}, id (B,)); an iteration computes the same on W ranks x A micro-steps as on one rank x W A; modes are
+as `build` left them.
 """
 import contextlib
 import copy
@@ -36,10 +37,10 @@ ROOT = Path(__file__).resolve().parent
 DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 
 defaults = dict(
-    net="edm:digits",        # network, family:size[,option=value]: edm:cifar10, edm:imagenet64, edm:digits, toy:tiny
+    net="edm:digits",        # family:size[,option=value]: edm:cifar10, edm:imagenet64, edm:digits, toy:tiny
     data="digits",           # "digits" (embedded), or a folder of images, a .zip with dataset.json, an .npz
     classes=-1,              # classes the nets are built for: -1 = those of the data, 0 = unconditional
-    val_data="",             # held-out data; "" = the held-out digits, for other data the training data itself
+    val_data="",             # held-out data; "" = the held-out digits, for other data the training data
     xflip=False,             # random horizontal flips
     augment=0.0,             # probability of EDM's augmentations; 0 = off
     augment_ops=(),          # augmentations by name (augment.py); "" = EDM's published CIFAR-10 set
@@ -54,16 +55,16 @@ defaults = dict(
     stop_at=0,               # save and exit once so many iterations are done, schedules untouched; 0 = off
     seed=0,                  # of data order, initial weights and every draw
     lr=1e-4,                 # learning rate of the student
-    lr_schedule="constant",  # constant, cosine[:floor fraction], inv_sqrt:updates; each phase by its own updates
+    lr_schedule="constant",  # constant, cosine[:floor fraction], inv_sqrt:updates; by the phase's own updates
     warmup=0,                # linear warm-up in the phase's own updates; 0 = off
     clip=10.0,               # gradient norm over all nets of the phase; 0 = no clipping
-    max_skipped=100,         # updates skipped in a row for a gradient that is not finite, before giving up; 0 = never
+    max_skipped=100,         # updates skipped in a row (gradient not finite) before giving up; 0 = never
     amp="",                  # "" = float32, bf16, fp16: autocast around step
     tf32=True,               # TF32 matrix products on CUDA
     device="",               # "" = the best there is: cuda, mps, cpu
     parallel="ddp",          # ddp: replicas
-    ema=("ema",),            # averages of the student: name[:rate], name:power=0.05, name:half_kimg=500; "" = none
-    resume="auto",           # auto: newest checkpoint of the folder; force: also if the method file changed; "": anew
+    ema=("ema",),            # student averages: name[:rate], name:power=0.05, name:half_kimg=500; "" = none
+    resume="auto",           # auto: newest checkpoint; force: also if the method file changed; "": anew
     save_every=1000,         # iterations between checkpoints; 0 = only at the end
     keep_last=0,             # newest checkpoints that are kept; 0 = all
     val_every=1000,          # iterations between validations (and one before the first); 0 = off
@@ -81,10 +82,11 @@ defaults = dict(
 
 
 def train(method, cfg, changed=(), dry_run=False):
-    """Run a method to cfg["max_iter"]. `changed`: {key: default} of what preset and command line set. Bad input
-    raises BadInput before the process group starts."""
+    """Run a method to cfg["max_iter"]. `changed`: {key: default} of what preset and command line set. Bad
+    input raises BadInput before the process group starts."""
     # ---- everything that can be wrong with the input
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world, local = (int(os.environ.get(k, d))
+                          for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     startup.check(cfg, world)
     device = startup.pick_device(cfg, local)
     dataset = data.load(cfg)
@@ -93,18 +95,19 @@ def train(method, cfg, changed=(), dry_run=False):
     with torch.device("meta"):
         nets = method.build(cfg)
     if "student" not in nets:
-        raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is named student")
+        raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
+                       f"named student")
     shape = tuple(nets["student"].x_shape)
     if shape != tuple(dataset.shape):
-        raise BadInput(f"--data {cfg['data']} has samples of shape {tuple(dataset.shape)}, --net {cfg['net']} takes "
-                       f"{shape}; choose a net of that shape")
+        raise BadInput(f"--data {cfg['data']} has samples of shape {tuple(dataset.shape)}, --net "
+                       f"{cfg['net']} takes {shape}; choose a net of that shape")
     trainable = {n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in nets.items()}
     startup.check_optimizers(method, cfg, nets, trainable, method.optimizers(nets, cfg))
     folder = startup.output_folder(cfg)
     found = startup.check_folder(method, cfg, folder)
     inits = method.init(cfg)
-    hint = (f"make one with `torchrun train.py methods/sft.py --net {cfg['net']} --data {cfg['data']}`, or give "
-            f"--teacher PATH[#ENTRY]")
+    hint = (f"make one with `torchrun train.py methods/sft.py --net {cfg['net']} --data {cfg['data']}`, or "
+            f"give --teacher PATH[#ENTRY]")
     if not found:
         sources = {s: ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
     if dry_run:
@@ -126,9 +129,11 @@ def train(method, cfg, changed=(), dry_run=False):
             start, state = ckpt.newest(folder / "checkpoints", lambda text: say(text, "warning"))
         start = from_rank0(start, gloo)
         if start is None:
-            raise BadInput(f"no checkpoint in {folder} can be read; remove them to start anew, or use --name NEW")
+            raise BadInput(f"no checkpoint in {folder} can be read; remove them to start anew, or use "
+                           f"--name NEW")
         state = state or ckpt.load(ckpt.path(folder / "checkpoints", start))
-        sources = {s: state["sources"].get(s) or ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
+        sources = {s: state["sources"].get(s) or ckpt.resolve(s, hint)
+                   for s in inits.values() if s not in nets}
     if start >= cfg["max_iter"] or 0 < cfg["stop_at"] <= start:
         key = "max_iter" if start >= cfg["max_iter"] else "stop_at"
         say(f"nothing to do: {folder} has done {start} iterations and {key} is {cfg[key]}", "warning")
@@ -137,7 +142,8 @@ def train(method, cfg, changed=(), dry_run=False):
 
     # ---- nets, EMAs, optimizers
     ema_specs = {e: common.parse_ema(e) for e in cfg["ema"]}
-    emas = {spec[0]: copy.deepcopy(nets["student"]).requires_grad_(False).eval() for spec in ema_specs.values()}
+    emas = {spec[0]: copy.deepcopy(nets["student"]).requires_grad_(False).eval()
+            for spec in ema_specs.values()}
     startup.fill(nets, inits, sources, state, trainable, cfg)
     for name, ema in emas.items():
         ckpt.materialise(ema, name, cfg["seed"], given=ema.state_dict())
@@ -168,8 +174,10 @@ def train(method, cfg, changed=(), dry_run=False):
         skipped = state["skipped"]
         if state["scaler"] and scaler.is_enabled():
             scaler.load_state_dict(state["scaler"])
-    turns = Counter(method.phase(i, cfg) for i in range(cfg["max_iter"])) if "cosine" in cfg["lr_schedule"] else {}
-    autocast = lambda: torch.autocast(device.type, DTYPES.get(cfg["amp"]), enabled=bool(cfg["amp"]))  # noqa: E731
+    turns = (Counter(method.phase(i, cfg) for i in range(cfg["max_iter"]))
+             if "cosine" in cfg["lr_schedule"] else {})
+    autocast = lambda: torch.autocast(  # noqa: E731
+        device.type, DTYPES.get(cfg["amp"]), enabled=bool(cfg["amp"]))
     torch.set_float32_matmul_precision("high" if cfg["tf32"] else "highest")
 
     # ---- run folder and loggers
@@ -186,21 +194,22 @@ def train(method, cfg, changed=(), dry_run=False):
     loader = data.Loader(dataset, cfg, start, rank, world, cfg["accum"], cfg["seed"])
     val_set = data.load(cfg, split="val") if cfg["val_every"] else None
     calls = watch_calls(nets) if cfg["debug_calls"] and world > 1 else None
-    stopping = lambda: resume.agreed(gloo, resume.requested())                                       # noqa: E731
+    stopping = lambda: resume.agreed(gloo, resume.requested())                                    # noqa: E731
     saved = start if state else -1
 
     def checkpoint(done):
-        """Write N.pth on rank 0; every rank learns whether that worked. Keeps what a resume cannot recompute."""
+        """Write N.pth on rank 0; every rank learns if that worked. Keeps what a resume cannot recompute."""
         nonlocal saved
         if saved == done:
             return
         error = None
         if rank == 0:
-            content = dict(format=ckpt.FORMAT, it=done, method=method.path.stem, config=dict(cfg), counts=counts,
-                           skipped=skipped, sources=sources, scaler=scaler.state_dict(),
-                           nets={n: startup.keep(net, startup.saved_keys(net, trainable[n])) for n, net in nets.items()
-                                 if trainable[n] or not list(net.parameters())},
-                           emas={n: startup.keep(ema, startup.saved_keys(ema, trainable["student"])) for n, ema in emas.items()},
+            content = dict(format=ckpt.FORMAT, it=done, method=method.path.stem, config=dict(cfg),
+                           counts=counts, skipped=skipped, sources=sources, scaler=scaler.state_dict(),
+                           nets={n: startup.keep(net, startup.saved_keys(net, trainable[n]))
+                                 for n, net in nets.items() if trainable[n] or not list(net.parameters())},
+                           emas={n: startup.keep(ema, startup.saved_keys(ema, trainable["student"]))
+                                 for n, ema in emas.items()},
                            optims={p: {names[q]: s for q, s in opt.state.items()} for p, opt in opts.items()})
             try:
                 ckpt.save(ckpt.path(folder / "checkpoints", done), content)
@@ -255,8 +264,9 @@ def train(method, cfg, changed=(), dry_run=False):
             with autocast():
                 loss, parts = method.step(nets, batch, it, cfg)
             if not (torch.is_tensor(loss) and loss.numel() == 1 and loss.requires_grad):
-                raise BadInput(f"{method.path}: step() at it {it} (phase {phase!r}) returned a loss that is no scalar "
-                               f"or depends on no parameter of that optimizer; is something under no_grad?")
+                raise BadInput(f"{method.path}: step() at it {it} (phase {phase!r}) returned a loss that "
+                               f"is no scalar or depends on no parameter of that optimizer; is something "
+                               f"under no_grad?")
             scaler.scale(loss / cfg["accum"]).backward()
             suffix = "" if phase == "student" else f"_{phase}"
             meter.add(f"loss{suffix}", loss)
@@ -280,15 +290,15 @@ def train(method, cfg, changed=(), dry_run=False):
                     update_ema(ema_tensors[name], common.ema_beta(entry, counts[phase], cfg["batch_size"]))
             meter.add(f"norm{suffix}", torch.tensor(norm))
             meter.add(f"lr{suffix}", torch.tensor(opt.param_groups[0]["lr"]))
-        else:                                           # a gradient that is not finite never reaches the weights
+        else:                                        # a gradient that is not finite never reaches the weights
             skipped += 1
             meter.add("skipped", torch.tensor(1.0), total=True)
         scaler.update()
         opt.zero_grad(set_to_none=True)
         if 0 < cfg["max_skipped"] <= skipped:
-            raise BadInput(f"the gradient was not finite {skipped} times in a row, last at it {it}, phase {phase!r} "
-                           f"({meter.text()}); last checkpoint {saved if saved >= 0 else 'none'}; --amp \"\" runs in "
-                           f"float32, a lower --lr or --clip may help")
+            raise BadInput(f"the gradient was not finite {skipped} times in a row, last at it {it}, phase "
+                           f"{phase!r} ({meter.text()}); last checkpoint {saved if saved >= 0 else 'none'}; "
+                           f"--amp \"\" runs in float32, a lower --lr or --clip may help")
         done = it + 1
         busy += time.perf_counter() - began
         clock += time.perf_counter() - began
@@ -297,7 +307,8 @@ def train(method, cfg, changed=(), dry_run=False):
         if cfg["log_every"] and (done % cfg["log_every"] == 0 or done == last):
             n = min(done % cfg["log_every"] or cfg["log_every"], done - start)
             values = meter.flush() | dict(ms_per_it=busy / n * 1e3, img_per_s=n * cfg["batch_size"] / busy,
-                                          mem_gb=logs.memory_gb(device), eta_s=(last - done) * clock / (done - start))
+                                          mem_gb=logs.memory_gb(device),
+                                          eta_s=(last - done) * clock / (done - start))
             busy = 0.0
             if scaler.is_enabled():
                 values["scale"] = scaler.get_scale()
@@ -329,11 +340,11 @@ def train(method, cfg, changed=(), dry_run=False):
     close(gloo)
 
 
-# ---- one iteration -----------------------------------------------------------------------------------------------
+# ---- one iteration -----------------------------------------------------------------------------------------
 
 def average_gradients(params, gloo, world):
-    """Mean over the ranks, in place. A parameter without gradient on every rank keeps None (AdamW would decay it);
-    one without on some counts as zero there. Matches one process on the concatenated batch to rounding."""
+    """Mean over the ranks, in place. A parameter without gradient on every rank keeps None (AdamW would decay
+    it); one without on some counts as zero there. Matches one process on the whole batch to rounding."""
     if world == 1:
         return
     has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8)
@@ -348,11 +359,12 @@ def average_gradients(params, gloo, world):
         flat = torch.cat([g.reshape(-1) for g in grads])
         dist.all_reduce(flat)
         flat /= world
-        torch._foreach_copy_(grads, [f.view_as(g) for f, g in zip(flat.split([g.numel() for g in grads]), grads)])
+        torch._foreach_copy_(grads, [f.view_as(g) for f, g in
+                                     zip(flat.split([g.numel() for g in grads]), grads)])
 
 
 def clip(grads, limit):
-    """Global norm as a float. Scales the gradients in place to `limit` (0 = never) if it is finite and above."""
+    """Global norm as a float. Scales the gradients in place to `limit` (0 = never) if finite and above."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))).item()
     if 0 < limit < norm < float("inf"):
         torch._foreach_mul_(grads, limit / norm)
@@ -360,10 +372,11 @@ def clip(grads, limit):
 
 
 def averaged(ema, net, trainable):
-    """The tensors update_ema works on, listed once (walking the modules takes longer than the update): of the EMA
-    and of the net, those that are averaged, and the buffers, which are copied."""
+    """The tensors update_ema works on, listed once (walking the modules takes longer than the update): of the
+    EMA and of the net, those that are averaged, and the buffers, which are copied."""
     own, other = dict(ema.named_parameters()), dict(net.named_parameters())
-    return [own[k] for k in trainable], [other[k] for k in trainable], list(ema.buffers()), list(net.buffers())
+    return ([own[k] for k in trainable], [other[k] for k in trainable],
+            list(ema.buffers()), list(net.buffers()))
 
 
 @torch.no_grad()
@@ -395,13 +408,14 @@ def compare_calls(calls, it, gloo):
     calls.clear()
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            n = next((i for i, (a, b) in enumerate(zip(everyone[0], other)) if a != b), min(len(everyone[0]), len(other)))
+            n = next((i for i, (a, b) in enumerate(zip(everyone[0], other)) if a != b),
+                     min(len(everyone[0]), len(other)))
             raise BadInput(f"at it {it} rank {rank} calls nets in another order than rank 0, from call {n}: "
                            f"{other[n:n + 3]} against {everyone[0][n:n + 3]}; draw what decides it from "
                            f"common.shared_generator(seed, it)")
 
 
-# ---- validation and samples --------------------------------------------------------------------------------------
+# ---- validation and samples --------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def judging(nets, emas):
@@ -418,8 +432,8 @@ def judging(nets, emas):
 
 
 def validate(method, nets, cfg, dataset, done, rank, world, device, autocast, stopping):
-    """{val/[setting/]phase/name: mean over batches and ranks}, or None if asked to stop in between. Calls step once
-    per phase and batch, with its own seed."""
+    """{val/[setting/]phase/name: mean over batches and ranks}, or None if asked to stop in between. Calls
+    step once per phase and batch, with its own seed."""
     meter = logs.Meter(world > 1)
     for label, changes in startup.val_settings(cfg):
         its, it = {}, done

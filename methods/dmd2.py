@@ -1,21 +1,21 @@
 """DMD2: improved distribution matching distillation, Yin 2024 (arXiv 2405.14867). One- to few-step students.
 
-    student G, teacher T (frozen), fake score F (learns the student's distribution), discriminator D on features
+    student G, teacher T (frozen), fake score F (learns what the student makes), discriminator D on features
     student:  x = G(z),  x_t = alpha_t x + sigma_t eps
-              dm     gradient w (F(x_t) - T(x_t)) on x,  w = 1 / mean|x - T(x_t)| per sample    (x0 predictions)
+              dm     gradient w (F(x_t) - T(x_t)) on x,  w = 1 / mean|x - T(x_t)| per sample  (x0 predictions)
               gan_g  softplus(-D(features(x_t')))
     fake:     dsm    denoising loss of F on x
               gan_d  softplus(D(features(x_t))) + softplus(-D(features(x0_t)))
               r1     mean (D(x0_t) - D(x0_t + r1_alpha noise))^2: approximate R1 (APT, arXiv 2501.08316)
 
-The student's turn is it % (update_ratio + 1) == update_ratio. Features: the fake score's encoder, which gan_d then
-also trains (the paper), or the teacher's (FastGen, LADD). The generated features come out of the pass that computes
-dsm, at its noise level: the same expectation for one pass less. Several steps: the input of step k is what the student
-itself makes of noise in k steps without gradient (backward simulation, the paper), or noised data (FastGen).
+The student's turn is it % (update_ratio + 1) == update_ratio. Features: the fake score's encoder, which gan_d
+then also trains (paper), or the teacher's (FastGen, LADD). The generated features come out of the pass that
+computes dsm, at its noise level: the same expectation for one pass less. Several steps: the input of step k
+is what the student makes of noise in k steps without gradient (backward simulation, paper) or noised data.
 
     python train.py methods/dmd2.py --max_iter 600                    under a minute, digits
     python train.py methods/dmd2.py [--steps 2]                       the README's result
-    torchrun --nproc_per_node 8 train.py methods/dmd2.py --preset imagenet64 --data imagenet-64x64.zip --teacher adm.pth
+    torchrun --nproc_per_node 8 train.py methods/dmd2.py --preset imagenet64 --data imagenet-64x64.zip
 """
 import torch
 
@@ -25,7 +25,7 @@ from nets.discriminators import UNetHead
 config = dict(
     recipes="dmd2",
     teacher="assets/digits.pth",
-    max_iter=5400,                   # = 900 student updates; the paper's N are N (update_ratio + 1) / update_ratio here
+    max_iter=5400,                   # = 900 student updates; N of the paper are N (ratio + 1) / ratio here
     batch_size=64,
     update_ratio=5,                  # fake updates per student update; at least 1
     lr=1e-4,                         # student
@@ -36,7 +36,7 @@ config = dict(
     optimizer="adamw",               # adamw, adam, radam
     betas=(0.9, 0.999),              # of the optimizer's two moments
     weight_decay=0.01,               # 0 = off
-    t_list=(),                       # noise levels of the student's steps; "" = equally spaced (edm: on the rho 7 grid)
+    t_list=(),                       # noise levels of the steps; "" = equally spaced (edm: on the rho 7 grid)
     student_input="simulation",      # of the later steps: simulation (paper), or data (noised data, FastGen)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     t_dist="polynomial",             # noise levels of dm, dsm and GAN; common.t_quantile lists them
@@ -48,7 +48,7 @@ config = dict(
     dm_t_min=0.0,                    # bounds of t in dm; the paper's, for edm: 0.00323
     dm_t_max=0.0,                    # and 72.05
     fake_pred="",                    # space of the fake score's error: x0, eps, v, flow; "" = the net's own
-    fake_weight="",                  # its weight; "" = edm for x0 errors on edm nets (the paper's 1/t^2 + 1/s^2), else unit
+    fake_weight="",                  # its weight; "" = edm for x0 errors on edm nets (paper), else unit
     gan_weight=3e-3,                 # of gan_g; 0 = no GAN
     gan_d_weight=1e-2,               # of gan_d; 0 = the discriminator is not trained
     gan_loss="softplus",             # softplus, hinge
@@ -60,20 +60,23 @@ config = dict(
     ema=("ema:power=0.1",),
 )
 
+published = dict(t_min=0.0, t_max=0.0, dm_t_min=0.0, dm_t_max=0.0, lr_schedule="constant", warmup=0,
+                 save_every=5000, val_every=5000, sample_every=5000)
 presets = dict(
-    # the paper has no CIFAR-10 recipe; these are FastGen's settings (FID 1.99 reported), which differ from the paper's:
-    # features of the teacher at three scales, discriminator weight 1, 4 fake updates per student update. FastGen trains
-    # the fake score without EDM's weight; here with it
-    cifar10=dict(net="edm:cifar10", data="cifar10-32x32.zip", teacher="edm-cifar10-32x32-cond-vp.pth", batch_size=2048,
-                 max_iter=100000, update_ratio=4, lr=1e-4, lr_fake=1e-4, lr_disc=1e-4, lr_schedule="constant", warmup=0,
-                 gan_weight=1e-3, gan_d_weight=1.0, gan_features="teacher", gan_taps=(0, 1, 2),
-                 ema=("ema:0.9999", "ema_99995:0.99995", "ema_9996:0.9996"), save_every=5000, val_every=5000,
-                 sample_every=5000),
-    # the paper's ImageNet-64: 7 x 40 images, bf16 (fp16 diverges), indices 20..980 of 1000 for dm; 200 k updates of F
-    imagenet64=dict(net="edm:imagenet64", data="imagenet-64x64.zip", teacher="edm-imagenet-64x64-cond-adm.pth",
-                    batch_size=280, max_iter=240000, lr=2e-6, lr_fake=2e-6, lr_disc=2e-6, lr_schedule="constant",
-                    warmup=0, amp="bf16", dm_t_min=0.00323, dm_t_max=72.06, gan_weight=3e-3, gan_d_weight=1e-2, ema=("ema:0.9999",), save_every=5000,
-                    val_every=5000, sample_every=5000),
+    # The paper has no CIFAR-10 recipe: FastGen's settings (FID 1.99 reported). They differ from the paper's:
+    # features of the teacher at three scales, discriminator weight 1, four fake updates per student update.
+    # FastGen trains the fake score without EDM's weight; here with it.
+    cifar10=published | dict(
+        net="edm:cifar10", data="cifar10-32x32.zip", teacher="edm-cifar10-32x32-cond-vp.pth", batch_size=2048,
+        max_iter=100000, update_ratio=4, lr=1e-4, lr_fake=1e-4, lr_disc=1e-4, gan_weight=1e-3,
+        gan_d_weight=1.0, gan_features="teacher", gan_taps=(0, 1, 2),
+        ema=("ema:0.9999", "ema_99995:0.99995", "ema_9996:0.9996")),
+    # The paper's ImageNet-64: 7 x 40 images, bf16 (fp16 diverges), indices 20 .. 980 of 1000 for dm;
+    # assumption: 200 k updates of F
+    imagenet64=published | dict(
+        net="edm:imagenet64", data="imagenet-64x64.zip", teacher="edm-imagenet-64x64-cond-adm.pth",
+        batch_size=280, max_iter=240000, lr=2e-6, lr_fake=2e-6, lr_disc=2e-6, amp="bf16", gan_weight=3e-3,
+        gan_d_weight=1e-2, gan_taps=(), dm_t_min=0.00323, dm_t_max=72.06, ema=("ema:0.9999",)),
 )
 
 
@@ -81,8 +84,15 @@ def build(cfg):
     if cfg["update_ratio"] < 1:
         raise common.BadInput(f"--update_ratio {cfg['update_ratio']} must be at least 1")
     student, teacher, fake_score = (common.make_net(cfg["net"], label_dim=cfg["classes"]) for _ in range(3))
-    nets = dict(student=student.train(), teacher=teacher.eval().requires_grad_(False), fake_score=fake_score.train())
-    common.t_list(student.schedule, cfg["steps"], cfg["t_list"])        # refuses a list that does not fit
+    teacher.eval().requires_grad_(False)
+    nets = dict(student=student.train(), teacher=teacher, fake_score=fake_score.train())
+    # values that only step() reads are refused here, before any work
+    common.t_list(student.schedule, cfg["steps"], cfg["t_list"])
+    for key, choices in dict(student_input=("simulation", "data"), sampler=("sde", "ode"),
+                             gan_loss=("softplus", "hinge"), gan_features=("fake_score", "teacher")).items():
+        common.known(f"--{key}", cfg[key], choices)
+    for bounds in ("t_min", "t_max"), ("dm_t_min", "dm_t_max"):
+        common.check_noise(student, cfg["fake_pred"], cfg["fake_weight"], **times(cfg, *bounds))
     if cfg["gan_weight"]:
         nets["discriminator"] = UNetHead(teacher.tap_shapes(taps(teacher, cfg))).train()
     return nets
@@ -114,7 +124,7 @@ def student_step(nets, batch, it, cfg):
     # generate
     x = generate(nets["student"], batch, it, cfg)                                           # (B, C, H, W)
     # distribution matching: both scores at the re-noised sample, no graph
-    t, eps = draw(x, teacher.schedule, cfg | dict(t_min=cfg["dm_t_min"], t_max=cfg["dm_t_max"]))
+    t, eps = draw(x, teacher.schedule, cfg, "dm_t_min", "dm_t_max")
     with torch.no_grad():
         x_t = common.add_noise(teacher.schedule, x, eps, t)
         x0_fake = common.predict(fake_score, x_t, t, cond, "x0")
@@ -147,7 +157,7 @@ def fake_step(nets, batch, it, cfg):
     # discriminator: generated against real
     t_real, eps_real = (t, eps) if cfg["gan_same_noise"] else draw(x0, fake_score.schedule, cfg)
     x0_t = common.add_noise(fake_score.schedule, x0, eps_real, t_real)
-    with torch.set_grad_enabled(shared and torch.is_grad_enabled()):    # a frozen teacher's features need no graph
+    with torch.set_grad_enabled(shared and torch.is_grad_enabled()):    # the teacher's need no graph
         if not shared:
             feats = features(nets, common.add_noise(fake_score.schedule, x, eps, t), t, cond, cfg)
         feats_real = features(nets, x0_t, t_real, cond, cfg)
@@ -167,7 +177,7 @@ def fake_step(nets, batch, it, cfg):
 def generate(student, batch, it, cfg):
     """x0 of the student at one of its steps (the same one for the whole batch under simulation)."""
     cond, x0 = batch["cond"], batch["x0"]
-    x0_of = lambda x, t: common.predict(student, x, t, cond, "x0")                                   # noqa: E731
+    x0_of = lambda x, t: common.predict(student, x, t, cond, "x0")                          # noqa: E731
     ts = common.t_list(student.schedule, cfg["steps"], cfg["t_list"])
     if cfg["steps"] > 1 and cfg["student_input"] == "data":
         k = torch.randint(cfg["steps"], (len(x0),), device=x0.device)
@@ -175,14 +185,19 @@ def generate(student, batch, it, cfg):
         return x0_of(common.add_noise(student.schedule, x0, torch.randn_like(x0), t), t)
     # backward simulation: an exit step equal on all ranks; one step is its case k = 0
     k = int(torch.randint(cfg["steps"], (), generator=common.shared_generator(cfg["seed"], it)))
+    noise = common.train_noise(x0.shape, x0.device)
     with torch.no_grad():
-        x, t = common.rollout(x0_of, common.train_noise(x0.shape, x0.device), ts, student.schedule, cfg["sampler"], k)
+        x, t = common.rollout(x0_of, noise, ts, student.schedule, cfg["sampler"], k)
     return x0_of(x, t)
 
 
-def draw(x, schedule, cfg):
-    t = common.sample_t(len(x), cfg["t_dist"], schedule, x.device, mean=cfg["t_mean"], std=cfg["t_std"],
-                        shift=cfg["t_shift"], t_min=cfg["t_min"], t_max=cfg["t_max"])       # (B,)
+def times(cfg, t_min="t_min", t_max="t_max"):
+    return dict(dist=cfg["t_dist"], mean=cfg["t_mean"], std=cfg["t_std"], shift=cfg["t_shift"],
+                t_min=cfg[t_min], t_max=cfg[t_max])
+
+
+def draw(x, schedule, cfg, *bounds):
+    t = common.sample_t(len(x), schedule=schedule, device=x.device, **times(cfg, *bounds))  # (B,)
     return t, torch.randn_like(x)
 
 
@@ -199,8 +214,8 @@ def features(nets, x_t, t, cond, cfg):
 def sample(net, noise, batch, cfg, steps):
     """The student's steps, from pure noise. Refuses a step count it was not trained for."""
     if steps != cfg["steps"]:
-        raise common.BadInput(f"this student was trained for {cfg['steps']} steps, not for --steps {steps}; leave "
-                              f"--steps out, or train one with --steps {steps}")
+        raise common.BadInput(f"this student was trained for {cfg['steps']} steps, not for --steps {steps}; "
+                              f"leave --steps out, or train one with --steps {steps}")
     ts = common.t_list(net.schedule, steps, cfg["t_list"])
-    x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                              # noqa: E731
+    x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
     return common.few_step(x0_of, noise, ts, net.schedule, cfg["sampler"])

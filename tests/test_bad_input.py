@@ -313,7 +313,8 @@ def test_more_ranks_than_gpus_are_refused_by_every_rank_alike(capsys, monkeypatc
 
 def test_a_device_that_is_not_there_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch, "empty", lambda *args, device: (_ for _ in ()).throw(RuntimeError("No driver")))
+    monkeypatch.setattr(torch, "empty",
+                        lambda *args, device: (_ for _ in ()).throw(RuntimeError("No driver")))
     given = [a if a != "cpu" else "cuda" for a in TINY]
     assert "--device cuda cannot be used (No driver); give another one" in refused(capsys, SFT, *given)
 
