@@ -544,6 +544,14 @@ def make_net(spec, **options):
         raise
 
 
+# The first call of these imports torch._dynamo (1.3 s) to keep torch.compile out. Nothing here compiles an
+# optimizer, so they are marked as kept out already.
+for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.state_dict,
+                torch.optim.Optimizer.load_state_dict):
+    if hasattr(_method, "__wrapped__"):
+        setattr(_method.__wrapped__, "__dynamo_disable", _method.__wrapped__)
+
+
 def optimizer(groups, name="adamw", lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
     """torch's "adamw", "adam" or "radam" over parameters or groups of them."""
     kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, radam=torch.optim.RAdam)

@@ -25,12 +25,12 @@ from nets.discriminators import UNetHead
 config = dict(
     recipes="dmd2",
     teacher="assets/digits.pth",
-    max_iter=5400,                   # = 900 student updates; N of the paper are N (ratio + 1) / ratio here
+    max_iter=3600,                   # = 600 student updates; N of the paper are N (ratio + 1) / ratio here
     batch_size=64,
     update_ratio=5,                  # fake updates per student update; at least 1
-    lr=1e-4,                         # student
-    lr_fake=1e-4,                    # fake score
-    lr_disc=1e-4,                    # discriminator
+    lr=3e-4,                         # student
+    lr_fake=6e-4,                    # fake score
+    lr_disc=2e-3,                    # discriminator
     lr_schedule="cosine",            # paper: constant
     warmup=20,
     optimizer="adamw",               # adamw, adam, radam
@@ -43,17 +43,17 @@ config = dict(
     t_mean=0.0,                      # of lognormal and logitnormal
     t_std=1.0,                       # of the same
     t_shift=5.0,                     # of "shifted"
-    t_min=0.0,                       # bounds of t; 0 = the schedule's own
-    t_max=0.0,                       # 0 = the schedule's own
-    dm_t_min=0.0,                    # bounds of t in dm; the paper's, for edm: 0.00323
-    dm_t_max=0.0,                    # and 72.05
+    t_min=0.1,                       # bounds of t; 0 = the schedule's own
+    t_max=10.0,                      # 0 = the schedule's own
+    dm_t_min=0.1,                    # bounds of t in dm; the paper's, for edm: 0.00323
+    dm_t_max=10.0,                   # and 72.05
     fake_pred="",                    # space of the fake score's error: x0, eps, v, flow; "" = the net's own
     fake_weight="",                  # its weight; "" = edm for x0 errors on edm nets (paper), else unit
-    gan_weight=3e-3,                 # of gan_g; 0 = no GAN
-    gan_d_weight=1e-2,               # of gan_d; 0 = the discriminator is not trained
+    gan_weight=0.3,                  # of gan_g; paper: 3e-3; 0 = no GAN
+    gan_d_weight=0.1,                # of gan_d; paper: 1e-2; 0 = the discriminator is not trained
     gan_loss="softplus",             # softplus, hinge
     gan_features="fake_score",       # fake_score (paper), teacher (FastGen)
-    gan_taps=(),                     # encoder features for the discriminator; "" = the last
+    gan_taps=(0, 1),                 # encoder features for the discriminator; "" = the last
     gan_same_noise=False,            # real samples get the t and eps of the generated ones
     r1_weight=0.0,                   # of r1; 0 = off
     r1_alpha=0.1,                    # size of its perturbation
