@@ -129,7 +129,7 @@ def resolve(source, hint=""):
         file = path(folder, it)
     elif re.fullmatch(r"[0-9]{7}\.pth", file.name):
         it = int(file.stem)
-    inside = file.is_relative_to(ROOT) and file.is_relative_to(ROOT / "assets")
+    inside = file.is_relative_to(ROOT / "assets")
     return dict(file=str(file.relative_to(ROOT) if inside else file), entry=entry, it=it,
                 size=file.stat().st_size)
 

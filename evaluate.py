@@ -17,7 +17,6 @@ version does not have.
 import argparse
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -222,7 +221,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except BadInput as e:
-        train.quit_with(e)
+    train.run(main)

@@ -126,7 +126,16 @@ def memory_gb(device):
     return peak / (2 ** 30 if sys.platform == "darwin" else 2 ** 20)
 
 
-def save_grid(images, file, columns, pad=1):
+def save_png(picture, file, about={}):
+    """A PIL picture as PNG, with {key: value} as its text."""
+    from PIL.PngImagePlugin import PngInfo
+    info = PngInfo()
+    for key, value in about.items():
+        info.add_text(key, str(value))
+    ckpt.write(file, lambda f: picture.save(f, format="PNG", pnginfo=info))
+
+
+def save_grid(images, file, columns, about={}, pad=1):
     """uint8 images (N, C, H, W) as one PNG, row by row; small ones enlarged so that a pixel can be seen."""
     from PIL import Image
     n, c, h, w = images.shape
@@ -137,21 +146,28 @@ def save_grid(images, file, columns, pad=1):
         sheet[:, y:y + h, x:x + w] = image
     picture = Image.fromarray(sheet.permute(1, 2, 0).squeeze(-1).numpy())
     picture = picture.resize((picture.width * zoom, picture.height * zoom), Image.NEAREST)
-    ckpt.write(file, lambda f: picture.save(f, format="PNG"))
+    save_png(picture, file, about)
 
 
 def config_lines(cfg, changed):
-    return [f"{'*' if k in changed else ' '} {k} = {v!r}" +
+    changed = dict(changed)
+    return ["config (* = set by preset or command line)"] + [
+            f"{'*' if k in changed else ' '} {k} = {v!r}" +
             (f"   (default {changed[k]!r})" if k in changed else "") for k, v in cfg.items()]
 
 
 def net_lines(nets, trainable):
-    lines = []
+    lines = ["nets"]
     for name, net in nets.items():
-        total = sum(p.numel() for p in net.parameters())
-        train = sum(p.numel() for k, p in net.named_parameters() if k in set(trainable[name]))
-        lines.append(f"  {name}: {total:,} parameters, {train:,} trainable")
+        sizes = {k: p.numel() for k, p in net.named_parameters()}
+        lines.append(f"  {name}: {sum(sizes.values()):,} parameters, "
+                     f"{sum(sizes[k] for k in trainable[name]):,} trainable")
     return lines
+
+
+def batch_text(cfg, world):
+    each = cfg["batch_size"] // (world * cfg["accum"])
+    return f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks"
 
 
 def data_line(cfg, dataset, net):
@@ -169,12 +185,10 @@ def describe(cfg, nets, trainable, opts, names, world, device, start, changed):
     owns = {phase: sorted({names[p].split(".")[0] for g in opt.param_groups for p in g["params"]})
             for phase, opt in opts.items()}
     return "\n".join([
-        "config (* = set by preset or command line)", *config_lines(cfg, dict(changed)),
-        "nets", *net_lines(nets, trainable),
+        *config_lines(cfg, changed), *net_lines(nets, trainable),
         *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}"
           for phase, own in owns.items()),
-        f"batch {cfg['batch_size']} = {cfg['batch_size'] // (world * cfg['accum'])} per rank x accum "
-        f"{cfg['accum']} x {world} ranks | {device}{f', {dist.get_backend()}' if world > 1 else ''}, "
+        f"{batch_text(cfg, world)} | {device}{f', {dist.get_backend()}' if world > 1 else ''}, "
         f"{torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",
         f"{'starting' if start == 0 else 'continuing'} at iteration {start}"])
 
@@ -186,10 +200,8 @@ def show_plan(method, cfg, changed, nets, trainable, world, folder):
     student = sum(p.numel() for p in nets["student"].parameters())
     gb = 4 * (total + 3 * train + student * len(cfg["ema"])) / 2 ** 30
     print("\n".join([
-        "config (* = set by preset or command line)", *config_lines(cfg, dict(changed)),
-        "nets", *net_lines(nets, trainable),
-        f"batch {cfg['batch_size']} = {cfg['batch_size'] // (world * cfg['accum'])} per rank x accum "
-        f"{cfg['accum']} x {world} ranks; {cfg['max_iter']} iterations = "
+        *config_lines(cfg, changed), *net_lines(nets, trainable),
+        f"{batch_text(cfg, world)}; {cfg['max_iter']} iterations = "
         f"{cfg['max_iter'] * cfg['batch_size']:,} samples",
         f"memory per rank in float32: {gb:.2f} GB for weights, gradients, two moments and {len(cfg['ema'])} "
         f"EMA; activations come on top", f"output {folder}"]))

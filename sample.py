@@ -10,10 +10,8 @@ own method.py samples, with the checkpoint's config. PNGs carry run, checkpoint,
 """
 import argparse
 import copy
-import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,8 +110,7 @@ def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=
 
 def start(device):
     """(device, rank, world); with several ranks the process group, which gathers on the CPU."""
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in
-                          (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world, local = startup.ranks()
     device = startup.pick_device(dict(device=device), local)
     torch.backends.cudnn.allow_tf32 = False             # with TF32 a sample would depend on its batch
     if world > 1:
@@ -144,20 +141,7 @@ def numbers(flag, text, limit):
 
 
 def make_folder(folder):
-    """Raises BadInput, before any work, if nothing can be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as e:
-        raise BadInput(f"{folder} cannot be written to ({e.strerror}); give another place") from None
-
-
-def save_png(picture, file, about):
-    from PIL.PngImagePlugin import PngInfo
-    info = PngInfo()
-    for key, value in about.items():
-        info.add_text(key, str(value))
-    ckpt.write(file, lambda f: picture.save(f, format="PNG", pnginfo=info))
+    startup.make_folder(folder, f"{folder} cannot be written to", "give another place")
 
 
 def main(argv):
@@ -205,20 +189,16 @@ def main(argv):
             continue
         for number, label, image in zip(i, c.tolist(), images):
             picture = Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy())
-            save_png(picture, out / f"{number:07d}.png", about | {"seed": number, "class": label})
+            logs.save_png(picture, out / f"{number:07d}.png", about | {"seed": number, "class": label})
     sheet = dict(gather(sheet, rank, world))                                # every rank is through
     if rank == 0 and one_sheet:
         columns = len(classes) if 1 < len(classes) < 10 else 10
-        logs.save_grid(torch.stack([sheet[i] for i in ids]), out, columns)
-        with Image.open(out) as picture:
-            save_png(picture, out, about | {"seed": args.seeds, "class": ",".join(map(str, labels.tolist()))})
+        about |= {"seed": args.seeds, "class": ",".join(map(str, labels.tolist()))}
+        logs.save_grid(torch.stack([sheet[i] for i in ids]), out, columns, about)
     if rank == 0:
         print(f"{out}: {len(ids)} samples of {name}, {steps} steps, checkpoint {run.it}")
     trainer.close(dist.group.WORLD if world > 1 else None)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except BadInput as e:
-        train.quit_with(e)
+    train.run(main)

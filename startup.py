@@ -2,10 +2,13 @@
 
 The checks run before the process group starts, alike on every rank: a mistake costs seconds and one sentence.
 """
+import ast
 import contextlib
 import fcntl
 import json
+import math
 import os
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -53,6 +56,11 @@ def check(cfg, world):
     val_settings(cfg)
 
 
+def ranks():
+    """(rank, world size, rank on this node), from torchrun's environment or of a single process."""
+    return tuple(int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+
+
 def pick_device(cfg, local):
     name = cfg["device"] or ("cuda" if torch.cuda.is_available() else
                              "mps" if torch.backends.mps.is_available() else "cpu")
@@ -97,16 +105,14 @@ def output_folder(cfg):
     return root / cfg["project"] / cfg["group"] / cfg["name"]
 
 
-def make_folder(folder):
+def make_folder(folder, problem, cure, subs=("",)):
+    """Create the folder and its `subs`; BadInput "problem (reason); cure" if nothing can be written there."""
     try:
-        for sub in ("checkpoints", "samples"):
+        for sub in subs:
             (folder / sub).mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable.{os.getpid()}.tmp"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
-        raise BadInput(f"output folder {folder} is not writable ({e.strerror}); set FEWSTEP_OUTPUT_ROOT to "
-                       f"one that is") from None
+        raise BadInput(f"{problem} ({e.strerror}); {cure}") from None
 
 
 def check_folder(method, cfg, folder):
@@ -127,9 +133,48 @@ def check_folder(method, cfg, folder):
     return True
 
 
+def parse(key, text, default, where):
+    """The value of `text` in the type of the key's default. Raises BadInput."""
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if isinstance(default, int):
+            number = float(text)                        # 1e4 is an int for an int key, 3.5 is not
+            if number != int(number):
+                raise ValueError
+            return int(text) if text.lstrip("+-").replace("_", "").isdigit() else int(number)
+        if isinstance(default, float):
+            number = float(text)
+            if not math.isfinite(number):
+                raise ValueError
+            return number
+        if isinstance(default, tuple):                  # a,b or, as --dry_run prints it, ('a', 'b') or [1, 2]
+            words = bool(default) and isinstance(default[0], str)
+            values = tuple(ast.literal_eval(text) if text[:1] in ("(", "[") else
+                           [e.strip() if words else element(e.strip()) for e in text.split(",") if e.strip()])
+            kinds = str if words else (int, float) if default else (int, float, str)
+            if not all(isinstance(e, kinds) for e in values):
+                raise ValueError
+            return values
+        return text
+    except (KeyError, ValueError, OverflowError, TypeError, SyntaxError):
+        kind = {bool: "true, false, 1 or 0", int: "a whole number", float: "a number",
+                tuple: "a list a,b of such values"}[type(default)]
+        raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there, so give "
+                       f"{kind}") from None
+
+
+def element(text):
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
 def val_settings(cfg):
     """[("", {})] and one (label, {key: value}) per entry of val_settings."""
-    from train import parse                             # the command line's own grammar
     settings = [("", {})]
     for entry in cfg["val_settings"]:
         changes = {}
@@ -173,9 +218,9 @@ def saved_keys(net, trainable):
     return [k for k in net.state_dict() if k in trainable or k not in parameters]
 
 
-def keep(net, keys):
+def saved_state(net, trainable):
     state = net.state_dict()
-    return {k: state[k] for k in keys}
+    return {k: state[k] for k in saved_keys(net, trainable)}
 
 
 def load_optimizers(opts, names, saved):

@@ -16,7 +16,6 @@ import ast
 import difflib
 import importlib.util
 import io
-import math
 import os
 import sys
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 import recipes
 import trainer
 from common import BadInput
+from startup import parse
 
 OPTIONS = ("help", "dry_run", "preset")
 REQUIRED = ("config", "build", "init", "optimizers", "step", "sample")
@@ -51,46 +51,6 @@ def load_method(path):
     if not hasattr(method, "phase"):
         method.phase = lambda it, cfg: "student"
     return method
-
-
-def parse(key, text, default, where):
-    """The value of `text` in the type of the key's default. Raises BadInput."""
-    try:
-        if isinstance(default, bool):
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if isinstance(default, int):
-            number = float(text)                        # 1e4 is an int for an int key, 3.5 is not
-            if number != int(number):
-                raise ValueError
-            return int(text) if text.lstrip("+-").replace("_", "").isdigit() else int(number)
-        if isinstance(default, float):
-            number = float(text)
-            if not math.isfinite(number):
-                raise ValueError
-            return number
-        if isinstance(default, tuple):                  # a,b or, as --dry_run prints it, ('a', 'b') or [1, 2]
-            words = bool(default) and isinstance(default[0], str)
-            values = tuple(ast.literal_eval(text) if text[:1] in ("(", "[") else
-                           [e.strip() if words else element(e.strip()) for e in text.split(",") if e.strip()])
-            kinds = str if words else (int, float) if default else (int, float, str)
-            if not all(isinstance(e, kinds) for e in values):
-                raise ValueError
-            return values
-        return text
-    except (KeyError, ValueError, OverflowError, TypeError, SyntaxError):
-        kind = {bool: "true, false, 1 or 0", int: "a whole number", float: "a number",
-                tuple: "a list a,b of such values"}[type(default)]
-        raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there, so give "
-                       f"{kind}") from None
-
-
-def element(text):
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
 
 
 def unknown(key, keys, where):
@@ -198,6 +158,14 @@ def main(argv):
         if "help" in options:
             return show_help(method, cfg)
         trainer.train(method, cfg, changed, dry_run="dry_run" in options)
+    except BadInput as e:
+        quit_with(e)
+
+
+def run(main):
+    """Call a script's main; bad input ends it with one sentence and exit code 2."""
+    try:
+        main(sys.argv[1:])
     except BadInput as e:
         quit_with(e)
 

@@ -85,8 +85,7 @@ def train(method, cfg, changed=(), dry_run=False):
     """Run a method to cfg["max_iter"]. `changed`: {key: default} of what preset and command line set. Bad
     input raises BadInput before the process group starts."""
     # ---- everything that can be wrong with the input
-    rank, world, local = (int(os.environ.get(k, d))
-                          for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world, local = startup.ranks()
     startup.check(cfg, world)
     device = startup.pick_device(cfg, local)
     dataset = data.load(cfg)
@@ -112,7 +111,8 @@ def train(method, cfg, changed=(), dry_run=False):
         sources = {s: ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
     if dry_run:
         return logs.show_plan(method, cfg, changed, nets, trainable, world, folder)
-    startup.make_folder(folder)
+    startup.make_folder(folder, f"output folder {folder} is not writable",
+                        "set FEWSTEP_OUTPUT_ROOT to one that is", ("checkpoints", "samples"))
 
     # ---- process group: gloo for flags, the default back-end (NCCL on CUDA) for tensors
     gloo = None
@@ -206,9 +206,9 @@ def train(method, cfg, changed=(), dry_run=False):
         if rank == 0:
             content = dict(format=ckpt.FORMAT, it=done, method=method.path.stem, config=dict(cfg),
                            counts=counts, skipped=skipped, sources=sources, scaler=scaler.state_dict(),
-                           nets={n: startup.keep(net, startup.saved_keys(net, trainable[n]))
+                           nets={n: startup.saved_state(net, trainable[n])
                                  for n, net in nets.items() if trainable[n] or not list(net.parameters())},
-                           emas={n: startup.keep(ema, startup.saved_keys(ema, trainable["student"]))
+                           emas={n: startup.saved_state(ema, trainable["student"])
                                  for n, ema in emas.items()},
                            optims={p: {names[q]: s for q, s in opt.state.items()} for p, opt in opts.items()})
             try:
@@ -223,8 +223,8 @@ def train(method, cfg, changed=(), dry_run=False):
 
     def look(done, at_start=False):
         """Validation and sample grid where due (at the start: those an interrupted run still owes)."""
-        if cfg["val_every"] and (done % cfg["val_every"] == 0 or done == cfg["max_iter"]) \
-                and not (at_start and record.has(done, "val/")):
+        due = lambda every: every and (done % every == 0 or done == cfg["max_iter"])         # noqa: E731
+        if due(cfg["val_every"]) and not (at_start and record.has(done, "val/")):
             with judging(nets, emas):
                 values = validate(method, nets, cfg, val_set, done, rank, world, device, autocast, stopping)
             if values is None:
@@ -232,8 +232,7 @@ def train(method, cfg, changed=(), dry_run=False):
             record(done, values)
             say(f"it {done:07d} | " + " ".join(f"{k} {v:.4g}" for k, v in values.items()))
         grid = folder / "samples" / f"{done:07d}.png"
-        if cfg["sample_every"] and (done % cfg["sample_every"] == 0 or done == cfg["max_iter"]) \
-                and not (at_start and from_rank0(grid.exists(), gloo)):
+        if due(cfg["sample_every"]) and not (at_start and from_rank0(grid.exists(), gloo)):
             with judging(nets, emas), autocast():
                 x0, columns = draw_grid(method, next(iter(emas.values()), nets["student"]), cfg, device)
             if rank == 0:
@@ -258,7 +257,7 @@ def train(method, cfg, changed=(), dry_run=False):
         for micro in range(cfg["accum"]):
             waited = time.perf_counter()
             raw = next(loader)
-            meter.add("data_ms", torch.tensor((time.perf_counter() - waited) * 1e3 * cfg["accum"]))
+            meter.add("data_ms", (time.perf_counter() - waited) * 1e3 * cfg["accum"])
             common.seed_default(common.hash_seed(cfg["seed"], it, micro * world + rank))
             batch = encoders.encode(raw, cfg, device)
             with autocast():
@@ -288,11 +287,11 @@ def train(method, cfg, changed=(), dry_run=False):
             if phase == "student":
                 for entry, (name, *_) in ema_specs.items():
                     update_ema(ema_tensors[name], common.ema_beta(entry, counts[phase], cfg["batch_size"]))
-            meter.add(f"norm{suffix}", torch.tensor(norm))
-            meter.add(f"lr{suffix}", torch.tensor(opt.param_groups[0]["lr"]))
+            meter.add(f"norm{suffix}", norm)
+            meter.add(f"lr{suffix}", opt.param_groups[0]["lr"])
         else:                                        # a gradient that is not finite never reaches the weights
             skipped += 1
-            meter.add("skipped", torch.tensor(1.0), total=True)
+            meter.add("skipped", 1.0, total=True)
         scaler.update()
         opt.zero_grad(set_to_none=True)
         if 0 < cfg["max_skipped"] <= skipped:
@@ -300,8 +299,8 @@ def train(method, cfg, changed=(), dry_run=False):
                            f"{phase!r} ({meter.text()}); last checkpoint {saved if saved >= 0 else 'none'}; "
                            f"--amp \"\" runs in float32, a lower --lr or --clip may help")
         done = it + 1
-        busy += time.perf_counter() - began
-        clock += time.perf_counter() - began
+        spent = time.perf_counter() - began
+        busy, clock = busy + spent, clock + spent
 
         look(done)
         if cfg["log_every"] and (done % cfg["log_every"] == 0 or done == last):
@@ -440,8 +439,7 @@ def validate(method, nets, cfg, dataset, done, rank, world, device, autocast, st
         while it < done + 1000 and it < done + cfg["max_iter"]:      # first turn of every phase from here on
             its.setdefault(method.phase(it, cfg), it)
             it += 1
-        loader = data.Loader(dataset, cfg | dict(xflip=False, augment=0.0, workers=0), 0, rank, world,
-                             cfg["accum"], cfg["seed"])
+        loader = data.Loader(dataset, cfg | dict(workers=0), 0, rank, world, cfg["accum"], cfg["seed"])
         for number in range(cfg["val_batches"]):
             for micro in range(cfg["accum"]):
                 batch = encoders.encode(next(loader), cfg, device)
