@@ -13,7 +13,6 @@ import torch
 
 folder = Path(__file__).parent / "golden"
 
-
 def symmetric(key, shape):
     """Float64 numbers in [-1, 1): murmur3's finaliser of the index, seeded by the key's CRC32."""
     n = int(np.prod(shape, dtype=np.int64))
@@ -22,13 +21,11 @@ def symmetric(key, shape):
         x = ((x ^ (x >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
     return (2 * (x / 2**32) - 1).reshape(shape)
 
-
 rules = dict(
     mat=lambda s: s * math.sqrt(3 / np.prod(s.shape[1:])), normw=lambda s: 1 + 0.25 * s,
     vec=lambda s: 0.25 * s, table=lambda s: 0.25 * s, gain=lambda s: 0.5 + 0.25 * s,
     freqs=lambda s: 2 * math.pi * s, phases=lambda s: math.pi * (1 + s), edm_freqs=lambda s: 16 * s,
 )
-
 
 def load(name):
     """(json as a dict, outputs, weights under the reference's keys without rule `keep`); float32 tensors."""
@@ -38,7 +35,6 @@ def load(name):
     weights = {key: torch.tensor(rules[rule](symmetric(key, shape)), dtype=torch.float32)
                for key, shape, rule in info["state_dict"] if rule != "keep"}
     return info, outputs, weights
-
 
 def tensor(name, shape, factor=math.sqrt(3)):
     """The fixture's input of that name, float32; unit variance unless the json says another factor."""

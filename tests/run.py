@@ -1,4 +1,4 @@
-"""Shared by test_methods.py and test_trainer.py: a tiny run of any method file, new processes for ranks."""
+"""Shared by the tests: a tiny run of any method file, its files, new processes for ranks."""
 import json
 import multiprocessing
 import os
@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,19 +23,16 @@ import trainer
 from nets import encoders
 
 METHODS = sorted(p.stem for p in (trainer.ROOT / "methods").glob("*.py"))
+SFT, DMD2 = trainer.ROOT / "methods" / "sft.py", trainer.ROOT / "methods" / "dmd2.py"
 TINY = dict(net="toy:tiny", device="cpu", batch_size=8, max_iter=12, workers=0, log_every=1, val_every=0,
             val_batches=1, sample_every=0, save_every=0, wandb="disabled", log_level="warning", group="tests")
 TIMING = ("data_ms", "ms_per_it", "img_per_s", "mem_gb", "eta_s")   # keys of a log line that no run repeats
 # what a method needs besides: its kind of toy net, fewer steps than its own sampler takes
-EXTRA = dict(
-    sft=dict(steps=2, dropout=0.1),
-)
-
+EXTRA = dict(sft=dict(steps=2, dropout=0.1))
 
 def load(name):
     """A fresh copy of a method module, which a test may patch."""
     return train.load_method(trainer.ROOT / "methods" / f"{name}.py")
-
 
 def config(method, **changes):
     """The method's own config on the toy net, with changes; a method that has a teacher gets a toy one."""
@@ -45,6 +43,9 @@ def config(method, **changes):
     assert {*extra, *changes} <= {*cfg}, {*extra, *changes} - {*cfg}
     return cfg | extra | changes
 
+def setup(name, /, **changes):
+    method = load(name)
+    return method, config(method, **changes)
 
 def teacher(spec):
     """A file with weights of a toy net, always the same."""
@@ -56,17 +57,15 @@ def teacher(spec):
         ckpt.save(file, net.state_dict())
     return str(file)
 
-
-def nets_of(method, cfg):
+def nets_of(method, cfg, device="meta"):
     """The nets of a fresh start, filled as the trainer does it."""
     cfg["classes"] = 10 if cfg["classes"] < 0 else cfg["classes"]
-    with torch.device("meta"):
+    with torch.device(device):
         nets = method.build(cfg)
     inits = method.init(cfg)
     sources = {s: ckpt.resolve(s) for s in inits.values() if s not in nets}
     startup.fill(nets, inits, sources, None, {n: [] for n in nets}, cfg)
     return nets
-
 
 def turn(nets, opts, phase):
     """requires_grad for one phase, as the trainer sets it; no gradients left."""
@@ -75,25 +74,18 @@ def turn(nets, opts, phase):
             p.requires_grad_(name == phase)
             p.grad = None
 
-
 def batch_of(cfg, it=0):
     """The first micro-batch of iteration `it`."""
     return encoders.encode(next(data.Loader(data.load(cfg), cfg, it)), cfg, "cpu")
 
-
 def phases(method, cfg):
     """{phase: its first iteration}"""
-    its = {}
-    for it in range(100):
-        its.setdefault(method.phase(it, cfg), it)
-    return its
-
+    return {method.phase(it, cfg): it for it in reversed(range(100))}
 
 def gradients(nets):
     """{net.parameter: gradient} of those that have one."""
-    params = {f"{n}.{k}": p for n, net in nets.items() for k, p in net.named_parameters()}
-    return {k: p.grad for k, p in params.items() if p.grad is not None}
-
+    return {f"{n}.{k}": p.grad for n, net in nets.items() for k, p in net.named_parameters()
+            if p.grad is not None}
 
 def run(method, cfg):
     """Trains; -> nets (those of the trainer, with what they hold now), folder, lines of metrics.jsonl."""
@@ -106,14 +98,22 @@ def run(method, cfg):
     folder = startup.output_folder(cfg)
     return SimpleNamespace(nets=nets, folder=folder, lines=lines(folder))
 
-
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
+def its(lines, key="loss"):
+    """Iterations of the lines with a key that starts so."""
+    return [line["it"] for line in lines if any(k.startswith(key) for k in line)]
+
+def assert_alike(ours, others, rel=0.0):
+    """The same lines, up to this relative error and the clock."""
+    assert len(ours) == len(others)
+    for a, b in zip(ours, others):
+        a, b = ({k: v for k, v in line.items() if k not in TIMING} for line in (a, b))
+        assert b == (pytest.approx(a, rel=rel) if rel else a)
 
 def saved(folder, it):
     return ckpt.load(ckpt.path(folder / "checkpoints", it))
-
 
 def differing(a, b, where=""):
     """Paths at which two nested values are not the same, bit for bit."""
@@ -124,12 +124,9 @@ def differing(a, b, where=""):
         return [] if a.dtype == b.dtype and torch.equal(a, b) else [where]
     return [] if a == b else [where]
 
-
 # ---- processes
-
 SERVER = multiprocessing.get_context("forkserver")      # plain fork breaks autograd where there is a GPU
 SERVER.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])    # dynamo: optimizers import it
-
 
 def ranks(world, check, *args, timeout_s=90):
     """[check(*args) on every rank], each in a new process, over gloo; an error or a hang of any raises."""
@@ -148,14 +145,13 @@ def ranks(world, check, *args, timeout_s=90):
         assert error is None, f"rank {rank} of {world}: {error}"
     return [result for result, _ in results]
 
-
 def child(rank, world, folder, env, check, args):
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     start, stores = dist.init_process_group, iter(range(1000))
 
-    def through_a_file():
+    def through_a_file(*_):
         start("gloo", init_method=f"file://{folder}/store{next(stores)}", rank=rank, world_size=world,
               timeout=timedelta(seconds=30))
 

@@ -21,7 +21,6 @@ SFT, DMD2 = ROOT / "methods" / "sft.py", ROOT / "methods" / "dmd2.py"
 TINY = ("--net", "toy:tiny", "--batch_size", "8", "--val_every", "0", "--sample_every", "0",
         "--log_every", "1", "--wandb", "disabled", "--device", "cpu", "--workers", "0")
 
-
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     """An empty working directory for each test; output goes to out/ below it. No test ends pytest."""
@@ -34,7 +33,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "_exit", leave)
     return tmp_path
 
-
 def run(capsys, method, *args):
     """(exit code, stdout, stderr) of `python train.py method args`, in this process."""
     code = 0
@@ -44,7 +42,6 @@ def run(capsys, method, *args):
         code = e.code
     out = capsys.readouterr()
     return code, out.out, out.err
-
 
 def refused(capsys, method, *args):
     """The one sentence with which a command is refused; it leaves the directory as it was."""
@@ -56,15 +53,12 @@ def refused(capsys, method, *args):
     assert sentence and "\n" not in sentence and "Traceback" not in sentence
     return sentence.partition(": ")[2]
 
-
 def write_method(folder, text, name="mine.py"):
     """A copy of sft.py whose functions are followed (so replaced) by `text`."""
     (folder / name).write_text(SFT.read_text() + "\n\n" + text)
     return folder / name
 
-
-# ---- the command line --------------------------------------------------------------------------------------
-
+# ---- the command line
 @pytest.mark.parametrize("args, words", [
     (("--max_itr", "5"), "--max_itr is not a config key of .*; did you mean --max_iter?"),
     (("--dryrun",), "did you mean --dry_run?"),
@@ -103,7 +97,6 @@ def test_a_mistake_on_the_command_line_is_one_sentence(capsys, args, words):
     given = [a for pair in zip(TINY[::2], TINY[1::2]) if pair[0] not in args for a in pair]
     assert re.search(words, refused(capsys, SFT, *given, *args)), words
 
-
 @pytest.mark.parametrize("default, text, value", [
     (0.1, "1e-4", 1e-4), (0.1, "1E-4", 1e-4), (0.1, ".5", 0.5), (0.1, "-1", -1.0), (0.1, "-1e-3", -1e-3),
     (0.1, "3", 3.0),
@@ -122,7 +115,6 @@ def test_the_type_of_the_default_decides_what_a_value_means(default, text, value
     assert got == value and type(got) is type(value)
     assert not isinstance(got, tuple) or list(map(type, got)) == list(map(type, value))
 
-
 @pytest.mark.parametrize("key, text, kind", [
     ("lr", "fast", "a number"), ("lr", "inf", "a number"), ("lr", "", "a number"), ("lr", "None", "a number"),
     ("lr", "1e-4x", "a number"), ("lr", "1,5", "a number"), ("max_iter", "3.5", "a whole number"),
@@ -136,11 +128,9 @@ def test_a_value_of_the_wrong_type_is_refused(capsys, key, text, kind):
     sentence = refused(capsys, SFT, f"--{key}={text}")
     assert sentence.startswith(f"--{key} {text!r} does not fit") and kind in sentence.split("give ")[1]
 
-
 def test_a_value_may_hold_equals_signs_and_spaces(capsys):
     code, out, _ = run(capsys, SFT, *TINY, "--name=a=b c", "--dry_run")
     assert code == 0 and "* name = 'a=b c'" in out and "out/fewstep/digits/a=b c" in out
-
 
 def test_authority_is_defaults_then_method_then_preset_then_command_line(here):
     small = "presets = dict(small=dict(lr=3, warmup=7, seed=5), "
@@ -152,7 +142,6 @@ def test_authority_is_defaults_then_method_then_preset_then_command_line(here):
     assert (cfg["name"], cfg["group"]) == ("mine_small", "digits")
     assert changed.keys() == {"seed", "lr", "warmup", "name", "group"} and options == {"preset": "small"}
 
-
 def test_a_preset_that_does_not_fit_the_method_is_refused(capsys, here):
     path = here / "mine.py"
     path.write_text(SFT.read_text() + "\npresets = dict(a=dict(lrate=1.0), b=dict(warmup=0.5))\n")
@@ -160,9 +149,7 @@ def test_a_preset_that_does_not_fit_the_method_is_refused(capsys, here):
     assert "--lrate is not a config key of mine.py (preset a); did you mean --" in sentence
     assert "preset b has warmup = 0.5" in refused(capsys, path, "--preset", "b")
 
-
-# ---- method files ------------------------------------------------------------------------------------------
-
+# ---- method files
 def test_a_method_file_that_is_missing_or_incomplete_is_refused(capsys, here):
     assert "nosuch.py does not exist; there are" in refused(capsys, "nosuch.py")
     (here / "broken.py").write_text("config = dict(\ndef build(cfg): pass\n")
@@ -172,7 +159,6 @@ def test_a_method_file_that_is_missing_or_incomplete_is_refused(capsys, here):
     assert "half.py lacks init, step; a method file has config, build," in refused(capsys, here / "half.py")
     (here / "list.py").write_text(SFT.read_text().replace("betas=(0.9, 0.999)", "betas=[0.9, 0.999]"))
     assert "config['betas'] is a list; use int," in refused(capsys, here / "list.py")
-
 
 @pytest.mark.parametrize("text, words", [
     ("def phase(it, cfg): return 'fake' if it == 3 else 'student'",
@@ -196,23 +182,19 @@ def test_a_method_file_that_is_missing_or_incomplete_is_refused(capsys, here):
 def test_a_method_whose_optimizers_or_nets_break_the_contract_is_refused(capsys, here, text, words):
     assert re.search(words, refused(capsys, write_method(here, text), *TINY))
 
-
 def test_a_loss_that_depends_on_no_parameter_is_named(capsys, here):
     path = write_method(here, "def step(nets, batch, it, cfg):\n    return torch.ones(()), {}")
     code, _, err = run(capsys, path, *TINY, "--max_iter", "2")
     assert code == 2 and err.count("\n") == 1
     assert "step() at it 0 (phase 'student') returned a loss that" in err
 
-
-# ---- files and folders -------------------------------------------------------------------------------------
-
+# ---- files and folders
 def test_a_missing_teacher_names_the_command_that_makes_one(capsys):
     sentence = refused(capsys, DMD2, *TINY, "--teacher", "nowhere.pth")
     assert "nowhere.pth does not exist; make one with `torchrun train.py methods/sft.py --net toy" in sentence
     assert "--teacher PATH[#ENTRY]" in sentence
     Path("empty").mkdir()
     assert "empty holds no checkpoints; make one with" in refused(capsys, DMD2, *TINY, "--teacher", "empty")
-
 
 def test_an_output_folder_that_cannot_be_written_is_named(capsys, here, monkeypatch):
     (here / "file").touch()
@@ -222,14 +204,12 @@ def test_an_output_folder_that_cannot_be_written_is_named(capsys, here, monkeypa
         assert f"output folder {root}/fewstep/digits/sft is not writable" in sentence
         assert "set FEWSTEP_OUTPUT_ROOT" in sentence
 
-
 def test_data_without_images_is_named(capsys, here):
     (here / "pictures").mkdir()
     (here / "pictures" / "notes.txt").touch()
     assert "pictures holds no images (looked for .png" in refused(capsys, SFT, *TINY, "--data", "pictures")
     np.savez(here / "set.npz", image=np.zeros((0, 8, 8, 1), np.uint8))
     assert "holds no images" in refused(capsys, SFT, *TINY, "--data", "set.npz")
-
 
 def test_a_folder_of_another_run_is_refused_and_the_ways_on_work(capsys, here):
     """One folder with a checkpoint meets another method, a changed method file, --resume "" and a net of
@@ -257,7 +237,6 @@ def test_a_folder_of_another_run_is_refused_and_the_ways_on_work(capsys, here):
     code, out, _ = run(capsys, mine, *command, "--max_iter", "5", "--log_level", "warning")
     assert code == 0 and "config differs from the checkpoint: max_iter was 4, now 5" in out
 
-
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(capsys, here):
     command = (SFT, *TINY, "--save_every", "2", "--log_level", "warning")
     folder = here / "out" / "fewstep" / "digits" / "sft"
@@ -281,7 +260,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(capsys,
     sentence = refused(capsys, *command, "--max_iter", "6").splitlines()[-1]
     assert f"no checkpoint in {folder} can be read" in sentence
 
-
 def test_a_finished_run_says_so_and_changes_nothing(capsys, here):
     command = (SFT, *TINY, "--max_iter", "3")
     assert run(capsys, *command)[0] == 0
@@ -290,7 +268,6 @@ def test_a_finished_run_says_so_and_changes_nothing(capsys, here):
         code, out, _ = run(capsys, *[a for a in command if not extra or a not in ("--max_iter", "3")], *extra)
         assert code == 0 and "nothing to do" in out and "has done 3 iterations" in out
         assert {p: p.read_bytes() for p in here.rglob("*") if p.is_file()} == files
-
 
 def test_a_mistake_that_only_another_rank_sees_is_said_after_all(capsys, monkeypatch):
     """Rank 1 keeps quiet while torchrun ends it on rank 0's account, and speaks when nobody does."""
@@ -303,13 +280,11 @@ def test_a_mistake_that_only_another_rank_sees_is_said_after_all(capsys, monkeyp
     code, _, err = run(capsys, SFT, "--max_itr", "5")
     assert code == 2 and "--max_itr is not a config key" in err and next(now) > 10
 
-
 def test_more_ranks_than_gpus_are_refused_by_every_rank_alike(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     given = [a if a != "cpu" else "cuda" for a in TINY]
     assert "this node has 1 GPUs for 2 ranks; lower --nproc_per_node to 1" in refused(capsys, SFT, *given)
-
 
 def test_a_device_that_is_not_there_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -317,7 +292,6 @@ def test_a_device_that_is_not_there_is_refused(capsys, monkeypatch):
                         lambda *args, device: (_ for _ in ()).throw(RuntimeError("No driver")))
     given = [a if a != "cpu" else "cuda" for a in TINY]
     assert "--device cuda cannot be used (No driver); give another one" in refused(capsys, SFT, *given)
-
 
 def test_two_runs_in_one_folder_are_refused(capsys, here, monkeypatch):
     import fcntl
@@ -328,9 +302,7 @@ def test_two_runs_in_one_folder_are_refused(capsys, here, monkeypatch):
         assert "is in use by another run" in refused(capsys, SFT, *TINY, "--max_iter", "2")
     assert run(capsys, SFT, *TINY, "--max_iter", "2")[0] == 0
 
-
-# ---- help and dry run --------------------------------------------------------------------------------------
-
+# ---- help and dry run
 @pytest.mark.parametrize("name", METHODS)
 def test_help_lists_every_key_with_a_comment(capsys, name):
     path = ROOT / "methods" / f"{name}.py"
@@ -341,7 +313,6 @@ def test_help_lists_every_key_with_a_comment(capsys, name):
     assert sorted(listed) == sorted({**trainer.defaults, **method.config})      # each once
     blank = [line for line in out.splitlines() if re.fullmatch(r"  --\w+ +(\S+|\(.*\))\s*", line)]
     assert not blank, "keys without a comment:\n" + "\n".join(blank)
-
 
 @pytest.mark.parametrize("name", METHODS)
 def test_dry_run_creates_nothing_and_marks_what_changed(capsys, name):
@@ -356,15 +327,12 @@ def test_dry_run_creates_nothing_and_marks_what_changed(capsys, name):
     assert f"* lr = 0.5   (default {was!r})\n" in out and "\n  seed = 0\n" in out and "student: " in out
     assert "batch 8 = 8 per rank x accum 1 x 1 ranks" in out and "GB for weights" in out
 
-
 def test_no_arguments_print_the_usage(capsys):
     with pytest.raises(SystemExit) as leave:
         train.main([])
     assert leave.value.code == 2 and "torchrun train.py methods/dmd2.py" in capsys.readouterr().out
 
-
-# ---- real processes ----------------------------------------------------------------------------------------
-
+# ---- real processes
 def launch(*command):
     env = os.environ | dict(OMP_NUM_THREADS="1")
     began = time.time()
@@ -372,12 +340,10 @@ def launch(*command):
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     return done.returncode, done.stdout, done.stderr, time.time() - began
 
-
 def test_a_refused_command_exits_with_2_and_says_nothing_else(here):
     code, out, err, _ = launch(ROOT / "train.py", SFT, "--max_itr", "5")
     assert (code, out) == (2, "") and re.fullmatch(r"train.py: --max_itr is not .*\?\n", err)
     assert list(here.iterdir()) == []
-
 
 def test_under_torchrun_the_sentence_appears_once_and_soon(here):
     code, out, err, seconds = launch("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",

@@ -21,11 +21,9 @@ STUDENT = ["student forward, simulated steps", "student forward + backward", "fa
            "teacher forward", "features forward + input gradient", "discriminator forward + input gradient",
            "optimizer", "= passes"]
 
-
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch):
     monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path / "outputs"))   # puts it back afterwards
-
 
 def table(argv, capsys):
     """{phase: [(row, median)]} and {phase: device syncs} of what bench prints."""
@@ -41,7 +39,6 @@ def table(argv, capsys):
             rows[[*rows][-1]].append((name, mid))
     return rows, syncs
 
-
 def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(capsys):
     rows, syncs = table([trainer.ROOT / "methods" / "dmd2.py", "--steps", "3"], capsys)
     assert syncs == dict(fake=1, student=1) and list(rows) == ["fake", "student"]
@@ -51,7 +48,6 @@ def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(cap
         n = len(names) - 1
         assert sum(values[:n]) == pytest.approx(values[n], abs=0.005)   # of two blocks median = mean
         assert sum(values[n + 1:n + 7]) == pytest.approx(values[n + 7], abs=0.005)
-
 
 @pytest.mark.parametrize("name, changes", [
     ("sft", dict()), ("sft", dict(logvar=True)),
@@ -80,7 +76,6 @@ def test_the_passes_of_a_phase_are_the_net_calls_of_its_step(name, changes):
                 call()
         assert calls == of_step
         assert {*run.gradients(nets)} == with_grad
-
 
 def test_a_method_without_an_entry_is_refused_and_a_copy_is_not(tmp_path, capsys):
     text = (trainer.ROOT / "methods" / "sft.py").read_text()

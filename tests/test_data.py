@@ -20,10 +20,8 @@ from nets import encoders
 every_op = tuple(augment.known)
 rng = np.random.default_rng(7)
 
-
 def config(source="digits", **more):
     return dict(dict(data=str(source), batch_size=12, seed=0, xflip=True, augment=0.12, workers=0), **more)
-
 
 def save(path, size=(8, 8), mode="RGB", value=None):
     """A random image file of this mode, or one of a constant value."""
@@ -35,14 +33,11 @@ def save(path, size=(8, 8), mode="RGB", value=None):
     (image.convert("P") if mode == "P" else image).save(path)
     return pixels.astype(np.uint8)
 
-
 def says(*words):
     """The error names all of this, in one line."""
     return pytest.raises(BadInput, match="^(?!.*\n)" + "".join(f"(?=.*{re.escape(str(w))})" for w in words))
 
-
-# ---------------------------------------------------------------- formats
-
+# ---- formats
 def test_digits_are_the_uci_set_split_in_1500_and_297_of_every_class():
     with np.load(data.root / "assets" / "digits.npz") as file:
         arrays = [file[k].tobytes() for k in ("image", "label", "train", "val")]
@@ -54,7 +49,6 @@ def test_digits_are_the_uci_set_split_in_1500_and_297_of_every_class():
     assert train.image.dtype == np.float32 and train.image.min() == -1 and train.image.max() == 1
     assert abs(train.image.std() - 0.75) < 0.01  # sigma_data
     assert np.bincount(val.label).min() >= 29 and np.bincount(val.label).max() <= 30
-
 
 def test_a_zip_a_folder_and_an_npz_of_the_same_images_are_equal(tmp_path):
     images = [save(tmp_path / "set" / f"0000{i % 2}" / f"img{i}.png") for i in range(5)]
@@ -76,7 +70,6 @@ def test_a_zip_a_folder_and_an_npz_of_the_same_images_are_equal(tmp_path):
             pixels = image if image.dtype == np.uint8 else np.round(image * 127.5 + 127.5)
             assert label == i and np.array_equal(pixels, images[i].transpose(2, 0, 1))
 
-
 def test_sub_folders_are_classes_in_sorted_order_and_a_single_one_is_none(tmp_path):
     for name in ("dog/1.jpg", "cat/2.webp", "cat/deep/3.BMP", "ant/4.gif"):
         save(tmp_path / name, mode="P" if name.endswith("gif") else "RGB")
@@ -88,12 +81,10 @@ def test_sub_folders_are_classes_in_sorted_order_and_a_single_one_is_none(tmp_pa
     assert data.load(config(tmp_path, classes=0)).label.tolist() == [-1] * 4
     assert data.load(config(tmp_path / "cat")).classes == 0
 
-
 def test_a_null_dataset_json_means_no_labels_even_with_sub_folders(tmp_path):
     save(tmp_path / "a" / "1.png"), save(tmp_path / "b" / "2.png")
     (tmp_path / "dataset.json").write_text('{"labels": null}')
     assert data.load(config(tmp_path)).get(1)[1] == -1
-
 
 def test_a_16_bit_grey_ramp_stays_a_ramp(tmp_path):
     ramp = np.linspace(0, 65535, 256 * 4).astype(np.uint16).reshape(32, 32)
@@ -104,7 +95,6 @@ def test_a_16_bit_grey_ramp_stays_a_ramp(tmp_path):
     assert dataset.shape == (1, 32, 32) and abs(x0.mean()) < 0.01
     assert np.abs(x0 - (ramp / 65535 * 2 - 1)).max() < 1 / 127.5 and len(np.unique(image)) == 256
 
-
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
 def test_files_of_every_mode_join_an_rgb_set(tmp_path, mode):
     save(tmp_path / "a.png", value=200)
@@ -113,11 +103,9 @@ def test_files_of_every_mode_join_an_rgb_set(tmp_path, mode):
     assert dataset.get(1)[0].shape == (3, 8, 8) and dataset.get(1)[0].min() >= 254
     assert (dataset.get(0)[0] == 200).all()
 
-
 def test_transparent_pixels_are_white_whatever_colour_hides_there(tmp_path):
     Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(tmp_path / "a.png")
     assert (data.load(config(tmp_path)).get(0)[0] == 255).all()
-
 
 def test_a_grey_first_file_makes_a_grey_set_that_refuses_colour(tmp_path):
     save(tmp_path / "a.png", mode="L"), save(tmp_path / "b.png", mode="LA")
@@ -126,7 +114,6 @@ def test_a_grey_first_file_makes_a_grey_set_that_refuses_colour(tmp_path):
     with says("c.png", "a.png", "grey"):
         data.load(config(tmp_path))
 
-
 def test_oblong_images_are_fine_and_mixed_sizes_name_two_files(tmp_path):
     save(tmp_path / "a.png", (16, 8)), save(tmp_path / "b.png", (16, 8))
     assert data.load(config(tmp_path)).shape == (3, 8, 16)
@@ -134,13 +121,11 @@ def test_oblong_images_are_fine_and_mixed_sizes_name_two_files(tmp_path):
     with says("a.png", "16x8", "c.png", "8x16"):
         data.load(config(tmp_path))
 
-
 def test_an_image_suffix_on_something_else_is_named(tmp_path):
     save(tmp_path / "a.png")
     (tmp_path / "b.png").write_text("not an image")
     with says("b.png"):
         data.load(config(tmp_path))
-
 
 @pytest.mark.parametrize("table, words", [
     ([["a.png", 0], ["gone.png", 1]], ["gone.png", "not there"]),
@@ -159,7 +144,6 @@ def test_bad_labels_say_which(tmp_path, table, words):
     with says(*words):
         data.load(config(tmp_path, classes=3))
 
-
 def test_places_without_images_are_named(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "broken.zip").write_text("x")
@@ -171,7 +155,6 @@ def test_places_without_images_are_named(tmp_path):
     save(tmp_path / "a.png"), save(tmp_path / "class0" / "b.png"), save(tmp_path / "class1" / "c.png")
     with says("a.png", "class0"):
         data.load(config(tmp_path))
-
 
 @pytest.mark.parametrize("arrays, words", [
     (dict(x=rng.random((4, 3, 8, 8))), ["[-1, 1]", "2 x - 1"]),
@@ -190,7 +173,6 @@ def test_an_npz_of_the_wrong_kind_says_why(tmp_path, arrays, words):
     with says(*words):
         data.load(config(tmp_path / "set.npz"))
 
-
 def test_val_reads_val_data_and_is_never_augmented(tmp_path):
     np.savez(tmp_path / "set.npz", x=np.zeros((4, 8, 8), np.uint8))
     val = data.load(config(tmp_path / "set.npz", val_data="digits"), "val")
@@ -198,18 +180,14 @@ def test_val_reads_val_data_and_is_never_augmented(tmp_path):
     raw = next(data.Loader(val, config(augment=1.0)))
     assert "augment" not in raw and np.array_equal(raw["image"], val.image[raw["id"]])
 
-
-# ---------------------------------------------------------------- order and loader
-
+# ---- order and loader
 def test_every_epoch_is_another_permutation():
     epochs = [data.indices(3, range(e * 97, (e + 1) * 97), 97) for e in range(3)]
     assert all(sorted(e) == list(range(97)) for e in epochs)
     assert len({tuple(e) for e in epochs} | {tuple(data.indices(4, range(97), 97))}) == 4
 
-
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
 
 def test_ranks_accumulation_threads_and_resume_give_the_same_iteration():
     cfg, dataset = config(augment_ops=every_op), data.load(config())
@@ -224,7 +202,6 @@ def test_ranks_accumulation_threads_and_resume_give_the_same_iteration():
         for ranked in loaders:
             ranked.close()
 
-
 def test_flips_and_augmentation_never_repeat_over_ranks_threads_and_epochs():
     np.random.seed(0), torch.manual_seed(0)
     dataset = data.Arrays(np.arange(7 * 4, dtype=np.uint8).reshape(7, 1, 2, 2), None, -1, "train", "set")
@@ -235,7 +212,6 @@ def test_flips_and_augmentation_never_repeat_over_ranks_threads_and_epochs():
         loader.close()
     assert len(set(seen)) == len(seen) == 2 * 14 * 2  # eight epochs
 
-
 def test_half_of_the_images_are_flipped_and_only_mirrored():
     dataset = data.load(config())
     raw = next(data.Loader(dataset, config(batch_size=1000, augment=0.0)))
@@ -245,12 +221,10 @@ def test_half_of_the_images_are_flipped_and_only_mirrored():
     raw = next(data.Loader(dataset, config(batch_size=1000, augment=0.0, xflip=False)))
     assert np.array_equal(raw["image"], dataset.image[raw["id"]])
 
-
 def test_a_batch_larger_than_the_set_wraps_over_epochs():
     dataset = data.Arrays(np.zeros((5, 1, 2, 2), np.uint8), np.arange(5), -1, "train", "set")
     raw = next(data.Loader(dataset, config(augment=0.0)))
     assert np.bincount(raw["id"][:10]).tolist() == [2] * 5 and torch.equal(raw["label"], raw["id"])
-
 
 class Slow:
     """Images that take a while; image 3 fails."""
@@ -268,7 +242,6 @@ class Slow:
             raise BadInput("image 3 is broken")
         return np.zeros((1, 2, 2), np.uint8), -1
 
-
 def test_close_stops_at_once_and_leaves_no_thread():
     before = threading.active_count()
     loader = data.Loader(Slow(0.02), config(batch_size=200, workers=2, augment=0.0))
@@ -278,7 +251,6 @@ def test_close_stops_at_once_and_leaves_no_thread():
     assert time.time() - start < 1 and threading.active_count() == before
     assert list(loader) == []
 
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_thread_comes_out_of_next(workers):
     loader = data.Loader(Slow(0), config(workers=workers, augment=0.0))
@@ -286,9 +258,7 @@ def test_an_error_in_a_thread_comes_out_of_next(workers):
         next(loader)
     loader.close()
 
-
-# ---------------------------------------------------------------- encode, decode
-
+# ---- encode, decode
 def test_every_uint8_value_survives_encode_and_decode():
     pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     raw = dict(image=pixels, label=torch.tensor([3]), id=torch.tensor([9]))
@@ -299,12 +269,10 @@ def test_every_uint8_value_survives_encode_and_decode():
     assert encoders.decode(between, {}).tolist() == [0, 100, 101, 255]  # clipped, to the nearest
     assert (batch["cond"]["label"].item(), batch["uncond"]["label"].item(), batch["id"].item()) == (3, -1, 9)
 
-
 def test_labels_are_minus_one_without_classes_and_checked_with_them():
     assert encoders.conditions([0, 4], dict(classes=0), "cpu")[0]["label"].tolist() == [-1, -1]
     with says("0 to 9", "10"):
         encoders.conditions([0, 10], dict(classes=10), "cpu")
-
 
 def test_both_conditions_carry_the_augment_labels():
     raw = next(data.Loader(data.load(config()), config(augment=1.0)))
@@ -312,26 +280,21 @@ def test_both_conditions_carry_the_augment_labels():
     assert batch["cond"]["augment"].shape == (12, 9) and batch["x0"].shape == (12, 1, 8, 8)
     assert batch["uncond"]["augment"] is batch["cond"]["augment"]
 
-
-# ---------------------------------------------------------------- augmentation
-
+# ---- augmentation
 def one(op, *value, x=None):
     """One op applied to x -> image, labels."""
     draws = torch.zeros(len(x), 1, 2)
     draws[:, 0, :len(value)] = torch.tensor(value)
     return augment.apply(x, draws, (op,))
 
-
 def drawn(n, p, ops):
     return torch.from_numpy(augment.draw([np.random.default_rng(i) for i in range(n)], p, ops))
-
 
 def bump(cx, cy, size=49, widths=(6.0, 4.0)):
     """A smooth image, its centre at (cx, cy) from the middle, wider than high."""
     place = torch.arange(float(size)) - (size - 1) / 2
     image = torch.exp(-((place - cx) / widths[0]) ** 2 - ((place[:, None] - cy) / widths[1]) ** 2)
     return image[None, None]
-
 
 def test_published_settings_have_their_number_of_labels():
     fastgen = ("scale", "rotate_frac", "brightness", "contrast", "lumaflip", "hue", "saturation")
@@ -343,19 +306,16 @@ def test_published_settings_have_their_number_of_labels():
     with says("spin", "xflip"):
         augment.chosen(dict(augment_ops=("spin",)))
 
-
 def test_zero_draws_return_the_image_itself_and_zero_labels():
     x = torch.randn(3, 3, 9, 9)
     y, labels = augment.apply(x, torch.zeros(3, len(every_op), 2), every_op)
     assert torch.equal(x, y) and torch.equal(labels, torch.zeros(3, 19))
-
 
 def test_the_result_of_an_image_does_not_depend_on_its_batch():
     draws = drawn(6, 0.5, every_op)
     x = torch.randn(6, 3, 12, 12)
     whole, alone = augment.apply(x, draws, every_op), augment.apply(x[4:5], draws[4:5], every_op)
     assert torch.allclose(whole[0][4:5], alone[0], atol=1e-5) and torch.equal(whole[1][4:5], alone[1])
-
 
 def test_ops_are_on_with_probability_p_but_xflip_flips_half():
     draws = drawn(3000, 0.2, every_op).numpy()
@@ -368,7 +328,6 @@ def test_ops_are_on_with_probability_p_but_xflip_flips_half():
     aniso = draws[:, every_op.index("aniso")]
     assert abs((aniso[aniso[:, 0] != 0, 1] != 0).mean() - 0.5) < 0.06
 
-
 def test_flips_quarter_turns_and_integer_shifts_copy_pixels_exactly():
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(one("xflip", 1, x=x)[0], x.flip(3)) and torch.equal(one("yflip", 1, x=x)[0], x.flip(2))
@@ -380,7 +339,6 @@ def test_flips_quarter_turns_and_integer_shifts_copy_pixels_exactly():
     assert torch.equal(y[:, :, :-1, 0], x[:, :, 1:, 1]) and torch.equal(y[:, :, -1, 1:], x[:, :, -2, :-1])
     with says("rotate_int", "8x4"):
         one("rotate_int", 1, x=x[:, :, :4])
-
 
 def test_fractional_moves_put_a_bump_where_the_formula_says():
     x = bump(5, 2)
@@ -398,12 +356,10 @@ def test_fractional_moves_put_a_bump_where_the_formula_says():
     assert torch.allclose(y, bump(5 / s, 2 * s, widths=(6 / s, 4 * s)), atol=0.01)
     assert torch.allclose(labels, torch.tensor([[0.0, 1.5]]), atol=1e-6)
 
-
 def test_a_turn_by_a_small_angle_agrees_with_rotating_the_formula():
     angle, x = 0.4, bump(6, 0, widths=(3.0, 3.0))
     y, _ = one("rotate_frac", angle, x=x)
     assert torch.allclose(y, bump(6 * math.cos(angle), -6 * math.sin(angle), widths=(3.0, 3.0)), atol=0.01)
-
 
 def test_the_image_goes_on_mirrored_beyond_its_edges():
     x = torch.ones(2, 1, 8, 8)
@@ -411,12 +367,10 @@ def test_the_image_goes_on_mirrored_beyond_its_edges():
     y, _ = augment.apply(x, draws, ("scale", "rotate_frac", "aniso", "translate_frac"))
     assert torch.allclose(y, x, atol=1e-4)
 
-
 def test_oblong_images_turn_about_their_centre():
     x = bump(0, 0, widths=(4.0, 4.0))[:, :, 12:37]  # 25 rows, 49 columns
     y = one("rotate_frac", 1.0, x=x)[0]
     assert torch.allclose(y[..., 14:35], x[..., 14:35], atol=0.01)  # further out lie mirror images
-
 
 def test_colours_follow_their_formulas():
     x = torch.rand(2, 3, 4, 4) * 2 - 1
@@ -430,7 +384,6 @@ def test_colours_follow_their_formulas():
         y, labels = one(op, value, x=x)
         assert torch.allclose(y, expected, atol=1e-6), op
         assert torch.allclose(labels[1], torch.tensor(label), atol=1e-6), op
-
 
 def test_colours_of_a_grey_image_are_those_of_its_rgb_copy():
     grey = torch.rand(4, 1, 4, 4) * 2 - 1

@@ -19,7 +19,6 @@ from tools import convert_edm
 
 TEACHERS = ["edm_ddpmpp", "edm_ncsnpp", "edm_adm"]
 
-
 def fixture_net(info, **options):
     """Our net for a fixture's constructor arguments."""
     c = dict(info["config"])
@@ -34,14 +33,12 @@ def fixture_net(info, **options):
                   residual=c["encoder_type"] == "residual", resample=c["resample_filter"])
     return edm.EDM(**kw | options).eval()
 
-
 def fill(net, weights):
     """Loads as the trainer does: through adapt; what the recipe keeps (resample filters) stays as built."""
     given = {key: a for key, w in weights.items() if (a := net.adapt(key, w)) is not None}
     left, unknown = net.load_state_dict(given, strict=False)
     assert not unknown and all(key.endswith("resample_filter") for key in left)
     return net
-
 
 def fixture_inputs(info):
     t = torch.tensor(info["inputs"].get("sigma") or info["inputs"]["t"], dtype=torch.float64)
@@ -50,14 +47,11 @@ def fixture_inputs(info):
         cond["augment"] = golden_recipe.tensor("aug", (2, 9), 1.0)
     return golden_recipe.tensor("x", (2, 3, 8, 8)), t, cond
 
-
 def shapes(net):
     return {key: list(v.shape) for key, v in net.state_dict().items()}
 
-
 def near(a, b):
     return a.shape == b.shape and (a - b).abs().max() <= 2e-5
-
 
 @pytest.mark.parametrize("name", TEACHERS)
 def test_outputs_equal_the_reference(name):
@@ -75,7 +69,6 @@ def test_outputs_equal_the_reference(name):
         stopped = net(x, t, cond, taps=(k,), stop=True)
         assert stopped.keys() == {"taps"} and near(stopped["taps"][0], features[k]) and raw[-1] is None
 
-
 def test_outputs_with_r_and_logvar_equal_the_reference():
     info, want, weights = golden_recipe.load("fastgen_edm_ddpmpp_r")
     net = fill(fixture_net(info, r=True, logvar=True), weights)
@@ -86,7 +79,6 @@ def test_outputs_with_r_and_logvar_equal_the_reference():
     assert near(got["out"], want["D"]) and near(got["logvar"], want["logvar"][:, 0])
     assert near(got["taps"][0], want["feat0"]) and near(got["taps"][1], want["feat1"])
     assert near(net(x, t, cond, r=r, taps=(1,), stop=True)["taps"][0], want["early1"])
-
 
 @pytest.mark.parametrize("name", TEACHERS)
 def test_a_teacher_loads_into_a_net_with_r_and_r_changes_nothing(name):
@@ -99,14 +91,12 @@ def test_a_teacher_loads_into_a_net_with_r_and_r_changes_nothing(name):
     assert net.model.map_layer0.weight.grad[:, net.model.noise:].abs().max() > 1e-6
     assert all(net.adapt(key, v) is v for key, v in net.state_dict().items())      # its own fit as they are
 
-
 def test_augment_weights_are_dropped_by_a_net_without_augment():
     info, want, weights = golden_recipe.load("edm_ddpmpp")
     net = fill(fixture_net(info, augment_dim=0), weights)
     x, t, cond = fixture_inputs(info)
     assert "model.map_augment.weight" in weights
     assert near(net(x, t, dict(augment=cond["augment"])), want["D_uncond"])
-
 
 def test_public_sizes_have_the_published_parameter_counts():
     with torch.device("meta"):
@@ -119,7 +109,6 @@ def test_public_sizes_have_the_published_parameter_counts():
         net = make_net("edm:digits")
         assert (net.x_shape, net.sigma_data, net.label_dim) == ((1, 8, 8), 0.75, 10)
         assert 4.2e5 < sum(p.numel() for p in net.parameters()) < 4.8e5
-
 
 def test_weights_start_as_published():
     bound = lambda w, b: 0.9 * b < w.abs().max() <= b * (1 + 1e-6)
@@ -139,13 +128,11 @@ def test_weights_start_as_published():
     freqs = edm.TimeEmbedding(2000, True, fourier=True).freqs
     assert 14 < freqs.std() < 18
 
-
 def test_a_label_beyond_the_classes_is_refused():
     net = make_net("edm:digits,label_dim=4")
     x, t = torch.randn(2, 1, 8, 8), torch.ones(2, dtype=torch.float64)
     with pytest.raises(BadInput, match="label 4 .* label_dim 4"):
         net(x, t, dict(label=torch.tensor([0, 4])))
-
 
 @pytest.mark.parametrize("r_given", [True, False])
 def test_r_must_be_given_exactly_where_the_net_has_it(r_given):
@@ -154,14 +141,12 @@ def test_r_must_be_given_exactly_where_the_net_has_it(r_given):
     with pytest.raises(BadInput, match="r=True"):
         net(x, t, r=t if r_given else None)
 
-
 def test_head_outputs_equal_the_reference():
     info, want, weights = golden_recipe.load("disc_edm")
     head = UNetHead([shape[1:] for shape in info["feats"]])
     head.load_state_dict(weights)
     features = [golden_recipe.tensor(f"feat{i}", shape) for i, shape in enumerate(info["feats"])]
     assert near(head(features), want["logits"])
-
 
 def test_heads_fit_small_maps_with_channels_of_their_own():
     shapes = [(32, 8, 8), (48, 4, 4), (12, 2, 2), (8, 1, 1), (16, 6, 10)]
@@ -177,7 +162,6 @@ def test_heads_fit_small_maps_with_channels_of_their_own():
     with pytest.raises(BadInput, match="tap_shapes"):
         head(features[:2])
 
-
 def test_heads_of_the_digits_net_take_its_taps_and_cifar_heads_are_wrap_units():
     net = make_net("edm:digits")
     x, t = torch.randn(2, 1, 8, 8), torch.ones(2, dtype=torch.float64)
@@ -187,7 +171,6 @@ def test_heads_of_the_digits_net_take_its_taps_and_cifar_heads_are_wrap_units():
         head = UNetHead(make_net("edm:cifar10").tap_shapes((0, 1, 2)))
     assert [type(head.get_submodule(name)) for name in head.blocks] == [nn.Sequential] * 3
     assert 9.4e6 < sum(p.numel() for p in head.parameters()) < 9.5e6           # FastGen: 9.44 M
-
 
 def test_heads_from_meta_equal_a_plain_start():
     def start(head):
@@ -202,7 +185,6 @@ def test_heads_from_meta_equal_a_plain_start():
     plain, meta = start(UNetHead([(8, 8, 8)])), start(meta.to_empty(device="cpu"))
     assert all(torch.equal(meta[key], v) for key, v in plain.items()) and plain.keys() == meta.keys()
 
-
 # The converter. Pickles are made as torch_utils.persistence makes them, with every trap we know of inside.
 
 class Runs:
@@ -213,7 +195,6 @@ class Runs:
 
     def __reduce__(self):
         return self.call
-
 
 @pytest.fixture
 def reference(monkeypatch, tmp_path):
@@ -251,7 +232,6 @@ def reference(monkeypatch, tmp_path):
     net.more = [Runs(eval, f"open({str(flags[1])!r}, 'w')")]
     return net, flags
 
-
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 @pytest.mark.parametrize("wrap", [lambda net: dict(loss_fn=net.evil, ema=net, model=None), lambda net: net])
 def test_converted_weights_equal_the_state_dict_and_nothing_is_run(reference, tmp_path, protocol, wrap):
@@ -268,7 +248,6 @@ def test_converted_weights_equal_the_state_dict_and_nothing_is_run(reference, tm
     pickle.loads(data)
     assert all(flag.exists() for flag in flags)         # the traps work: a plain load runs them
 
-
 def test_convert_edm_runs_as_a_script_from_any_folder(reference, tmp_path):
     net, flags = reference
     (tmp_path / "net.pkl").write_bytes(pickle.dumps(dict(ema=net)))
@@ -280,7 +259,6 @@ def test_convert_edm_runs_as_a_script_from_any_folder(reference, tmp_path):
     assert weights.keys() == net.state_dict().keys() and not any(flag.exists() for flag in flags)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["net.pkl", "net.pth"]
 
-
 def test_converts_to_safetensors(reference, tmp_path, monkeypatch):
     load_file = pytest.importorskip("safetensors.torch").load_file
     (tmp_path / "net.pkl").write_bytes(pickle.dumps(reference[0]))
@@ -288,7 +266,6 @@ def test_converts_to_safetensors(reference, tmp_path, monkeypatch):
     convert_edm.main()
     weights = load_file(tmp_path / "net.safetensors")
     assert all(torch.equal(weights[k], v) for k, v in reference[0].state_dict().items())
-
 
 @pytest.mark.parametrize("name, content, target, message", [
     ("none.pkl", None, "out.pth", "none.pkl is not readable"),

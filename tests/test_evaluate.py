@@ -17,17 +17,14 @@ from tools import make_classifier
 
 FEW = ["--seeds", "2", "--samples", "70", "--batch", "32"]
 
-
 @pytest.fixture(scope="module")
 def judge():
     return evaluate.Judge(2)
-
 
 def gaussian(mean, root, n):
     """n points whose mean and covariance are exactly mean and root root^T."""
     x = torch.randn(n, len(mean), generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     return torch.linalg.qr(x - x.mean(0)).Q * (n - 1) ** 0.5 @ root.mT + mean
-
 
 def test_frechet_distance_of_gaussians_is_the_closed_form():
     a, b, m = torch.tensor([[1.0, 2.0, 0.5], [0.3, 2.0, 1.5], [1.0, -2.0, 3.0]]).double()
@@ -41,7 +38,6 @@ def test_frechet_distance_of_gaussians_is_the_closed_form():
     cross = np.sqrt(np.linalg.eigvalsh(root @ np.cov(y.T.numpy()) @ root)).sum()
     assert evaluate.frechet(x, y) == pytest.approx(14 + float((a * a + b * b).sum()) - 2 * cross, abs=1e-10)
 
-
 def test_frechet_distance_to_itself_is_0_also_where_features_are_dead_or_few():
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     x[:, 40:], x[:, 30:35] = 0, x[:, :5]
@@ -50,13 +46,11 @@ def test_frechet_distance_to_itself_is_0_also_where_features_are_dead_or_few():
         assert abs(evaluate.frechet(part, part.flip(0))) < 1e-9
     assert evaluate.frechet(x, x[:99]) == pytest.approx(evaluate.frechet(x[:99], x), abs=1e-9)
 
-
 def test_copies_of_training_digits_score_perfectly_but_as_memorised_and_held_out_ones_are_recognised(judge):
     found = judge(*evaluate.digits("train"))
     assert abs(found["fd"]) < 1e-9 and found["nearest"] == 0 and found["agreement"] >= 0.97
     assert judge.real["held_out"]["agreement"] >= 0.97
     assert judge.features.shape == (1500, 64) and evaluate.CLASSIFIER.stat().st_size < 300_000
-
 
 def test_held_out_digits_count_as_new_and_degraded_ones_score_worse_than_real_ones(judge):
     (held, _), (x0, label) = evaluate.digits("val"), evaluate.digits("train")
@@ -67,7 +61,6 @@ def test_held_out_digits_count_as_new_and_degraded_ones_score_worse_than_real_on
     assert judge((x0 + x0.flip(0)) / 2, label)["fd"] > 10                               # blended
     assert judge(x0, (label + 1) % 10)["agreement"] < 0.02
     assert judge(3 * x0, label) == judge((3 * x0).clamp(-1, 1), label)
-
 
 def test_the_file_holds_every_figure_with_what_made_it(runs, judge, capsys):
     evaluate.main([str(runs / "dmd2"), *FEW])
@@ -91,7 +84,6 @@ def test_the_file_holds_every_figure_with_what_made_it(runs, judge, capsys):
     names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert names == ["net", "ema_slow", "teacher", "real halves", "held out"]
 
-
 def test_all_scores_every_checkpoint_and_a_frozen_teacher_once(runs, monkeypatch):
     names, score = [], evaluate.score
     monkeypatch.setattr(evaluate, "score", lambda run, *a: names.append((run.it, a[1])) or score(run, *a))
@@ -100,11 +92,9 @@ def test_all_scores_every_checkpoint_and_a_frozen_teacher_once(runs, monkeypatch
     first, second = (json.loads((runs / f"dmd2/eval/{it:07d}.json").read_text())["results"] for it in (1, 2))
     assert first[1]["fd"] == second[1]["fd"] and first[0]["fd"] != second[0]["fd"]
 
-
 def on_rank(rank, args):
     os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29677")
     evaluate.main(args)
-
 
 def test_two_ranks_give_the_figures_of_one_for_every_net_and_step_count(runs):
     args = [str(runs / "sft"), *FEW, "--net", "ema,student", "--steps", "1,3"]
@@ -127,7 +117,6 @@ def test_two_ranks_give_the_figures_of_one_for_every_net_and_step_count(runs):
             assert b[key + "_each"] == pytest.approx(a[key + "_each"], abs=1e-6)
     assert one == two
 
-
 @pytest.mark.parametrize("args, sentence", [
     ("--steps 1,2", "trained for 1 steps, not for --steps 2"),
     ("--steps one", "--steps 'one' is not a list"),
@@ -138,14 +127,12 @@ def test_bad_input_is_one_sentence(runs, args, sentence):
     with pytest.raises(BadInput, match=sentence):
         evaluate.main([str(runs / "dmd2"), "--seeds", "1", *args.split()])
 
-
 def test_other_data_than_digits_are_refused(runs, monkeypatch):
     run = sample.load_run(runs / "sft")
     run.cfg["data"] = "cifar10.zip"
     monkeypatch.setattr(sample, "load_run", lambda *a: run)
     with pytest.raises(BadInput, match="is a run on cifar10.zip; this version scores --data digits only"):
         evaluate.main([str(run.folder)])
-
 
 @pytest.mark.slow
 def test_the_tool_makes_as_good_a_classifier_from_any_seed_and_the_same_from_one():

@@ -18,11 +18,9 @@ every_method = pytest.mark.parametrize("name", run.METHODS)
 # key that weighs a logged part, where it is not <part>_weight (no such key: 1); None: logged only
 WEIGHS = dict(dmd2=dict(gan_g="gan_weight", gan_d="gan_d_weight"))
 
-
 @pytest.fixture(autouse=True)
 def outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path / "outputs"))
-
 
 def one_step(method, nets, cfg, it, batch=None, seed=0):
     """Loss, logs and gradients of iteration `it` after a reseed, without an update."""
@@ -33,9 +31,7 @@ def one_step(method, nets, cfg, it, batch=None, seed=0):
     loss.backward()
     return loss, logs, gradients(nets)
 
-
-# ---------------------------------------------------------------- every method
-
+# ---- every method
 @every_method
 def test_a_step_is_a_finite_scalar_with_gradients_for_its_optimizer_alone(name):
     method = load(name)
@@ -51,7 +47,6 @@ def test_a_step_is_a_finite_scalar_with_gradients_for_its_optimizer_alone(name):
         assert all(v.shape == () and v.isfinite() for v in map(torch.as_tensor, logs.values())), logs
         assert set(grads) == owned[phase]
         assert all(g.isfinite().all() for g in grads.values())
-
 
 @every_method
 def test_an_iteration_moves_every_tensor_of_its_phase_and_no_other(name, monkeypatch):
@@ -81,7 +76,6 @@ def test_an_iteration_moves_every_tensor_of_its_phase_and_no_other(name, monkeyp
     assert differing({n: start[n] for n in frozen}, {n: result.nets[n].state_dict() for n in frozen}) == []
     assert not {*frozen} & {*after}                     # and a checkpoint does not carry them
 
-
 @every_method
 def test_the_loss_is_the_weighted_sum_of_its_logged_parts(name):
     method = load(name)
@@ -95,10 +89,8 @@ def test_the_loss_is_the_weighted_sum_of_its_logged_parts(name):
                     for part, value in logs.items() if keys[part])
         assert loss.item() == pytest.approx(total, rel=1e-6)
 
-
 def weights_of(method):
     return [k for k, v in method.config.items() if k.endswith("_weight") and isinstance(v, (int, float))]
-
 
 @pytest.mark.parametrize("name, key", [(name, key) for name in run.METHODS for key in weights_of(load(name))])
 def test_a_weight_reaches_the_gradients_and_0_makes_no_call(name, key):
@@ -112,7 +104,6 @@ def test_a_weight_reaches_the_gradients_and_0_makes_no_call(name, key):
         found[weight] = calls, grads
     assert len(found[0.0][0]) < len(found[1.0][0]) == len(found[100.0][0])
     assert differing(found[0.0][1], found[1.0][1]) and differing(found[1.0][1], found[100.0][1])
-
 
 @every_method
 def test_a_sample_keeps_shape_and_dtype_and_depends_on_seed_and_id_alone(name):
@@ -131,7 +122,6 @@ def test_a_sample_keeps_shape_and_dtype_and_depends_on_seed_and_id_alone(name):
     assert (draw([3, 2]) - x[[3, 2]]).abs().max() < 1e-5 * x.abs().max()
     for other in (draw([3], seed=4), draw([13])):       # 13: another id of the same class
         assert (other - x[3]).abs().max() > 0.01 * x.abs().max()
-
 
 @every_method
 def test_a_copied_file_runs_from_any_folder_by_its_path(name, tmp_path, monkeypatch):
@@ -153,7 +143,6 @@ def test_a_copied_file_runs_from_any_folder_by_its_path(name, tmp_path, monkeypa
         if owner == name:
             mine = train.resolve(method, ["--preset", preset])[0]
             assert mine | values == mine
-
 
 @every_method
 def test_validation_and_samples_disturb_nothing(name):
@@ -185,7 +174,6 @@ def test_validation_and_samples_disturb_nothing(name):
     grids = sorted(f.name for f in (looked.folder / "samples").iterdir())
     assert grids == [f"{n:07d}.png" for n in (0, 3, 6, 9, 12)]
 
-
 @every_method
 def test_pictures_change_with_the_weights_and_with_nothing_else(name):
     method = load(name)
@@ -196,9 +184,7 @@ def test_pictures_change_with_the_weights_and_with_nothing_else(name):
     first, second = [[(g / f"{it:07d}.png").read_bytes() for it in (0, 2, 4)] for g in grids]
     assert first == second and len(set(first)) == 3
 
-
-# ---------------------------------------------------------------- ranks and micro-steps
-
+# ---- ranks and micro-steps
 def two_ranks(names):
     """On one of two ranks: every method with one and two micro-steps; what DMD2 draws."""
     result = {}
@@ -208,7 +194,6 @@ def two_ranks(names):
             out = run.run(method, config(method, max_iter=20, accum=accum, name=f"{name}_2x{accum}"))
             result[name, accum] = out.lines, {n: net.state_dict() for n, net in out.nets.items()}
     return result, drawn("dmd2", accum=2, steps=3, update_ratio=1, max_iter=24, t_dist="lognormal")
-
 
 def drawn(name, **changes):
     """(exit steps, noise levels, noise) of a run, one entry per call."""
@@ -235,7 +220,6 @@ def drawn(name, **changes):
         common.rollout, common.sample_t, common.add_noise = rollout, sample_t, add_noise
     return exits, torch.cat(times).tolist(), noises
 
-
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """The results of both ranks of the one two-process launch of this file."""
@@ -244,7 +228,6 @@ def launched(tmp_path_factory):
         for name in run.METHODS:
             config(load(name))                          # makes the toy teachers
         return run.ranks(2, two_ranks, run.METHODS)
-
 
 @every_method
 @pytest.mark.parametrize("accum", [1, 2])
@@ -260,13 +243,11 @@ def test_w_ranks_times_a_micro_steps_compute_what_one_rank_does_in_w_a(name, acc
         for key in {*ours} - {*run.TIMING}:
             assert theirs[key] == pytest.approx(ours[key], rel=1e-5), (ours["it"], key)
 
-
 def test_exit_steps_agree_over_ranks_while_times_and_noise_differ(launched):
     (exits, *draws), (exits1, *draws1) = launched[0][1], launched[1][1]
     assert exits == exits1 and set(exits) == {0, 1, 2}
     for ours, others in zip(draws, draws1):             # no value twice over ranks, micro-steps, iterations
         assert len(ours) == len(others) >= 48 and len({*ours, *others}) == 2 * len(ours)
-
 
 def test_accumulation_averages():
     method = load("sft")
@@ -281,9 +262,7 @@ def test_accumulation_averages():
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["norm"] == pytest.approx(a["norm"], rel=1e-4)
 
-
-# ---------------------------------------------------------------- oracles: Gaussian data
-
+# ---- oracles: Gaussian data
 class Gauss(torch.nn.Module):
     """The exact prediction for data N(mean, std^2) per element; mean 0 for the condition -1."""
     x_shape, sigma_data, optional = (1, 4, 4), 0.5, ()
@@ -299,7 +278,6 @@ class Gauss(torch.nn.Module):
         x0 = mean + alpha * self.std ** 2 / (alpha ** 2 * self.std ** 2 + sigma ** 2) * (x_t - alpha * mean)
         return common.convert(self.schedule, x_t, x0, t, "x0", self.pred)
 
-
 class Affine(torch.nn.Module):
     """A one-step student: G(z) = q z + b."""
     pred, x_shape, optional = "x0", (1, 4, 4), ()
@@ -313,11 +291,9 @@ class Affine(torch.nn.Module):
         sigma = common.expand(common.alpha_sigma(self.schedule, t)[1], x_t)
         return self.q * x_t / sigma + self.b
 
-
 def labelled(x0):
     cond = dict(label=torch.zeros(len(x0), dtype=torch.int64))
     return dict(x0=x0, cond=cond, uncond=dict(label=torch.full_like(cond["label"], -1)))
-
 
 @pytest.mark.parametrize("schedule, pred, t, minimum", [
     ("edm", "x0", 0.3, 1.0), ("edm", "x0", 5.0, 1.0),   # EDM's weight: 1 at any t if sigma_data is the data's
@@ -338,7 +314,6 @@ def test_sft_at_the_exact_denoiser_of_gaussian_data_has_its_known_minimum(schedu
     assert loss(0.5) == pytest.approx(minimum, rel=0.01)
     assert loss(0.5) < min(loss(0.45), loss(0.55))
 
-
 @pytest.mark.parametrize("p, dropped", [(0.0, 0.0), (1.0, 1.0), (0.3, 0.3)])
 def test_sft_drops_the_condition_with_its_probability(p, dropped):
     method = load("sft")
@@ -351,15 +326,12 @@ def test_sft_drops_the_condition_with_its_probability(p, dropped):
     assert gone.float().mean().item() == pytest.approx(dropped, abs=0.04 * (0 < p < 1))
     assert torch.equal(seen[0][~gone], batch["cond"]["label"][~gone])
 
-
-# ---------------------------------------------------------------- DMD2
-
+# ---- DMD2
 def dmd2(**changes):
     """method, config, nets of a fresh start, its = student's and fake score's first iteration."""
     method = load("dmd2")
     cfg = config(method, **changes)
     return SimpleNamespace(method=method, cfg=cfg, nets=nets_of(method, cfg), **phases(method, cfg))
-
 
 def test_dmd2_students_come_last_of_every_update_ratio_plus_one():
     method = load("dmd2")
@@ -368,7 +340,6 @@ def test_dmd2_students_come_last_of_every_update_ratio_plus_one():
     assert Counter(turns) == dict(student=10, fake=50)
     with pytest.raises(BadInput, match="update_ratio 0 must be at least 1"):
         dmd2(update_ratio=0)
-
 
 def test_dmd2_counts_its_turns_also_over_a_resume_and_its_ema_moves_on_the_students(monkeypatch):
     method = load("dmd2")
@@ -384,7 +355,6 @@ def test_dmd2_counts_its_turns_also_over_a_resume_and_its_ema_moves_on_the_stude
     assert states[19]["counts"] == dict(student=3, fake=17)
     moved = [n for n in range(1, 20) if differing(states[n - 1]["emas"], states[n]["emas"])]
     assert moved == [5, 11, 17]
-
 
 @pytest.mark.parametrize("changes, student, fake", [        # nets called, in either phase
     (dict(gan_weight=0.0), "student fake teacher", "student fake"),
@@ -407,7 +377,6 @@ def test_dmd2_calls_each_net_as_often_as_its_docstring_says(changes, student, fa
         short = [dict(fake_score="fake", discriminator="D").get(c, c) for c in calls]
         assert sorted(short) == sorted(expected.split())
 
-
 def test_dmd2_pulls_nowhere_while_the_fake_score_is_the_teacher():
     d = dmd2(gan_weight=0.0)
     loss, _, grads = one_step(d.method, d.nets, d.cfg, d.student)
@@ -417,7 +386,6 @@ def test_dmd2_pulls_nowhere_while_the_fake_score_is_the_teacher():
         d.nets["fake_score"].out.weight.mul_(1.1)
     loss, _, grads = one_step(d.method, d.nets, d.cfg, d.student)
     assert loss > 0 and all(g.any() for g in grads.values())
-
 
 def test_dmd2_student_gradient_is_the_closed_form_on_gaussians():
     """E[(F - T) z] = alpha^2 sigma^2 (q^2 - s^2) q / (V_q V_s), V_q = alpha^2 q^2 + sigma^2: 0.254224 at
@@ -432,7 +400,6 @@ def test_dmd2_student_gradient_is_the_closed_form_on_gaussians():
     c = 0.8 * 0.25 / (0.64 * 0.25 + 0.36)               # T = c x_t, x - T = q (1 - c alpha) z - c sigma eps
     gap = math.sqrt(2 / math.pi) * math.hypot(0.9 * (1 - 0.8 * c), 0.6 * c)
     assert nets["student"].q.grad.item() == pytest.approx(0.254224 / gap, rel=0.01)
-
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 def test_dmd2_student_converges_to_the_guided_gaussian(guidance):
@@ -455,7 +422,6 @@ def test_dmd2_student_converges_to_the_guided_gaussian(guidance):
     q, b = torch.tensor(path[-200:]).mean(0).tolist()
     assert q == pytest.approx(s, abs=0.01) and b == pytest.approx(guidance * m, abs=0.01)
 
-
 def test_dmd2_builds_a_graph_of_the_student_alone():
     d = dmd2(gan_weight=0.0)
     turn(d.nets, d.method.optimizers(d.nets, d.cfg), "student")
@@ -466,14 +432,12 @@ def test_dmd2_builds_a_graph_of_the_student_alone():
     step = saved_elements(lambda: d.method.step(d.nets, batch, d.student, d.cfg))
     assert alone > 100 * x.numel() and alone <= step < alone + 10 * x.numel()
 
-
 def saved_elements(f):
     """Number of tensor elements that autograd keeps for the backward pass of f."""
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
         f()
     return sum(sizes)
-
 
 @pytest.mark.parametrize("features", ["fake_score", "teacher"])
 def test_dmd2_gan_trains_the_fake_score_only_where_the_features_are_its_own(features):
@@ -485,7 +449,6 @@ def test_dmd2_gan_trains_the_fake_score_only_where_the_features_are_its_own(feat
     apart = {path.split(".")[0] for path in differing(*grads)}
     assert apart == {"/discriminator", *(["/fake_score"] if features == "fake_score" else [])}
     assert differing(*student)                          # gan_g reaches the student through either
-
 
 @pytest.mark.parametrize("amp", ["", "bf16"])
 @pytest.mark.parametrize("kind", ["simulation", "data"])
@@ -523,7 +486,6 @@ def test_dmd2_multi_step_input_is_the_students_own_or_noised_data(kind, amp):
     assert exits == ({0, 1} if kind == "simulation" else {*ts[:-1]})
     assert set(reached) == {len(list(d.nets["student"].parameters()))}
 
-
 def test_dmd2_generates_alike_in_training_and_sampling():
     """Backward simulation to the last step is the sampler: same noise, same result."""
     d = dmd2(steps=3)
@@ -535,7 +497,6 @@ def test_dmd2_generates_alike_in_training_and_sampling():
     with torch.no_grad():
         sampled = d.method.sample(d.nets["student"], common.train_noise(x.shape, "cpu"), batch, d.cfg, 3)
     assert torch.equal(x, sampled)
-
 
 def test_dmd2_samples_with_the_steps_it_was_trained_for():
     d = dmd2(steps=2)

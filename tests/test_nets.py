@@ -14,14 +14,12 @@ from common import BadInput, make_net
 
 NETS = Path(common.__file__).parent / "nets"
 
-
 class Case(NamedTuple):
     spec: str
     options: dict       # make it tiny
     can: set            # of label, r, logvar, skip, cache
     cond: dict = {}     # shapes of further condition tensors that it uses, without the batch
     size: dict = {}     # the entry of `sizes` that the spec names, where the file has none so small
-
 
 TOY_CAN, EDM_CAN = {"label", "r", "logvar", "skip"}, {"label", "r", "logvar"}
 EDM = dict(x_shape=(3, 8, 8), label_dim=4, width=8, mult=(1, 2), blocks=2, attn=(4,))
@@ -36,7 +34,6 @@ CASES = dict(
     edm_adm=Case("edm:test_adm", {}, EDM_CAN, {}, ADM),
 )
 
-
 @pytest.fixture(autouse=True)
 def tiny_sizes(monkeypatch):
     for case in CASES.values():
@@ -44,11 +41,9 @@ def tiny_sizes(monkeypatch):
         if case.size:
             monkeypatch.setitem(importlib.import_module(f"nets.{family}").sizes, size, case.size)
 
-
 def cases(*needs):
     able = {name: case for name, case in CASES.items() if case.can >= {*needs}}
     return pytest.mark.parametrize("case", able.values(), ids=able)
-
 
 def shake(net, seed=0):
     """Moves every parameter off its start, so that no zero-initialised layer makes a test vacuous."""
@@ -58,17 +53,14 @@ def shake(net, seed=0):
             p.add_(0.1 * torch.randn(p.shape, generator=generator))
     return net
 
-
 def build(case, **options):
     torch.manual_seed(0)
     return shake(make_net(case.spec, **case.options, **options))
-
 
 def whole(case, make=build):
     """The net with every optional part, and the keyword arguments that its calls then need."""
     net = make(case, **{part: True for part in ("r", "logvar") if part in case.can})
     return net, dict(r=torch.tensor([0.1, 0.2], dtype=torch.float64)) if "r" in case.can else {}
-
 
 def inputs(net, case, batch=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
@@ -77,16 +69,13 @@ def inputs(net, case, batch=2, dtype=torch.float32):
     cond = {key: draw(*shape) for key, shape in case.cond.items()}
     return x, t, dict(cond, label=torch.arange(batch) % 4)
 
-
 def close(a, b, tolerance=1e-5):
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance)
-
 
 def test_every_family_in_nets_has_a_case():
     text = {path.stem: path.read_text() for path in NETS.glob("*.py")}
     families = {name for name, s in text.items() if re.search(r"^sizes\b", s, re.M) and "def make(" in s}
     assert families == {case.spec.split(":")[0] for case in CASES.values()}
-
 
 @cases()
 def test_attributes_are_plain_values(case):
@@ -100,7 +89,6 @@ def test_attributes_are_plain_values(case):
     for name in net.blocks:         # each a module with parameters, none inside another
         assert list(net.get_submodule(name).parameters())
         assert not any(other.startswith(name + ".") for other in net.blocks)
-
 
 @cases()
 def test_result_is_a_tensor_or_a_dict_of_what_was_asked(case):
@@ -119,7 +107,6 @@ def test_result_is_a_tensor_or_a_dict_of_what_was_asked(case):
         assert set(result) == {"out", names.get(key, key)} and torch.equal(result["out"], out)
     assert set(net(x, t, cond, **asked)) == {"out"} | {names.get(key, key) for key in asked}
 
-
 @cases()
 def test_taps_match_tap_shapes_in_ascending_order(case):
     net = build(case)
@@ -133,7 +120,6 @@ def test_taps_match_tap_shapes_in_ascending_order(case):
         assert [tuple(s) for s in net.tap_shapes((i,))] == [tuple(tap.shape[1:])]
     with pytest.raises(BadInput):
         net(x, t, cond, taps=(net.n_taps,))
-
 
 @cases()
 def test_stop_gives_the_same_taps_without_out_and_runs_fewer_modules(case):
@@ -154,7 +140,6 @@ def test_stop_gives_the_same_taps_without_out_and_runs_fewer_modules(case):
     net(x, t, cond)
     assert sorted(set(runs + [len(calls)])) == runs + [len(calls)]      # strictly more with each later tap
 
-
 @cases("logvar")
 def test_logvar_is_one_number_a_sample_and_depends_on_its_t_alone(case):
     net = build(case, logvar=True)
@@ -165,7 +150,6 @@ def test_logvar_is_one_number_a_sample_and_depends_on_its_t_alone(case):
     assert close(net(x, t.flip(0), cond, logvar=True)["logvar"], u.flip(0))
     assert net(x, t, cond, logvar=True, taps=(0,), stop=True).keys() == {"taps", "logvar"}
 
-
 def load_source(net, source):
     """Loads another net's state dict as the trainer does; what `net` lacks must be optional."""
     adapt = getattr(net, "adapt", lambda key, tensor: tensor)
@@ -174,7 +158,6 @@ def load_source(net, source):
     assert set(given) <= set(own) and all(key.startswith(net.optional) for key in set(own) - set(given))
     net.load_state_dict(own | given)
     return net
-
 
 @cases("r")
 def test_a_net_with_r_starts_as_the_net_without(case):
@@ -185,7 +168,6 @@ def test_a_net_with_r_starts_as_the_net_without(case):
     shake(net)
     assert not close(net(x, t, cond, r=t / 2), net(x, t, cond, r=t / 3), 1e-4)
 
-
 @cases("logvar")
 def test_a_logvar_head_comes_and_goes_between_runs(case):
     plain = build(case)
@@ -194,7 +176,6 @@ def test_a_logvar_head_comes_and_goes_between_runs(case):
     assert torch.equal(net(x, t, cond), plain(x, t, cond))
     again = load_source(make_net(case.spec, **case.options), net.state_dict())
     assert torch.equal(again(x, t, cond), plain(x, t, cond))
-
 
 @cases("label")
 def test_label_minus_one_is_no_label_and_differs_from_a_label(case):
@@ -211,7 +192,6 @@ def test_label_minus_one_is_no_label_and_differs_from_a_label(case):
         net = shake(make_net(case.spec, **options))
         assert torch.equal(net(x, t, cond), net(x, t, none))        # label_dim 0 ignores labels
 
-
 @cases()
 def test_every_condition_it_names_matters_and_unknown_keys_do_not(case):
     net = build(case)
@@ -221,7 +201,6 @@ def test_every_condition_it_names_matters_and_unknown_keys_do_not(case):
     for key in case.cond:
         assert not close(net(x, t, dict(cond, **{key: cond[key] + 1})), out, 1e-4)
 
-
 @cases()
 def test_float64_t_is_not_rounded(case):
     net = build(case).double()
@@ -229,7 +208,6 @@ def test_float64_t_is_not_rounded(case):
     assert (t * (1 + 1e-10)).float().equal(t.float())
     a, b = net(x, t, cond), net(x, t * (1 + 1e-10), cond)
     assert a.dtype == torch.float64 and all((a - b).flatten(1).abs().amax(1) > 1e-13)
-
 
 @cases()
 @pytest.mark.parametrize("how", ["weights", "autocast"])
@@ -249,19 +227,16 @@ def test_bf16_gives_float32_output_and_does_not_round_t(case, how):
     error = (out - exact).norm() / exact.norm()
     assert 1e-5 < error < 0.05
 
-
 def owners(net):
     """Modules that directly own a parameter or buffer, by name."""
     return {name: m for name, m in net.named_modules() if any(True for _ in m.parameters(False)) or any(
         True for _ in m.buffers(False))}
-
 
 def fill(net):
     for name, module in owners(net).items():
         torch.manual_seed(zlib.crc32(name.encode()))
         module.reset_parameters()
     return net
-
 
 @cases()
 def test_meta_start_equals_plain_start_buffers_included(case):
@@ -281,7 +256,6 @@ def test_meta_start_equals_plain_start_buffers_included(case):
     x, t, cond = inputs(plain, case)
     assert torch.equal(net(x, t, cond, **kw), plain(x, t, cond, **kw))     # and nothing hides outside of them
 
-
 @cases()
 def test_state_dict_loads_strictly_into_a_fresh_net(case):
     net, kw = whole(case)
@@ -291,7 +265,6 @@ def test_state_dict_loads_strictly_into_a_fresh_net(case):
     fresh.load_state_dict(net.state_dict())
     for other in (fresh, copy.deepcopy(net)):
         assert torch.equal(other(x, t, cond, **kw), net(x, t, cond, **kw))
-
 
 @cases()
 def test_jvp_equals_the_central_difference(case):
@@ -311,7 +284,6 @@ def test_jvp_equals_the_central_difference(case):
     grads = torch.autograd.grad(loss, list(net.parameters()))
     assert all(g.isfinite().all() for g in grads)
 
-
 @cases()
 def test_arguments_are_never_mutated(case):
     net, kw = whole(case)
@@ -324,7 +296,6 @@ def test_arguments_are_never_mutated(case):
     assert all(torch.equal(a, b) for a, b in zip(tensors, values))
     assert versions == [v._version for v in tensors]
     assert list(cond) == keys and kw["taps"] == [0, 1][:net.n_taps]
-
 
 @cases()
 def test_unknown_and_unusable_arguments_are_refused(case):
@@ -343,7 +314,6 @@ def test_unknown_and_unusable_arguments_are_refused(case):
     with pytest.raises(BadInput, match="nosuchsize"):
         make_net(case.spec.split(":")[0] + ":nosuchsize")
 
-
 @cases()
 def test_samples_do_not_see_each_other_and_an_empty_batch_has_a_gradient(case):
     net = build(case)
@@ -357,7 +327,6 @@ def test_samples_do_not_see_each_other_and_an_empty_batch_has_a_gradient(case):
     out.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in net.parameters())
 
-
 @cases()
 def test_dropout_acts_in_training_alone(case):
     net = build(case, dropout=0.5)
@@ -365,7 +334,6 @@ def test_dropout_acts_in_training_alone(case):
     assert not torch.equal(net.train()(x, t, cond), net(x, t, cond))
     assert torch.equal(net.eval()(x, t, cond), net(x, t, cond))
     assert torch.equal(net(x, t, cond), build(case)(x, t, cond))
-
 
 @cases("skip")
 def test_skip_leaves_out_a_block_and_no_other(case):
@@ -381,7 +349,6 @@ def test_skip_leaves_out_a_block_and_no_other(case):
         assert not close(net(x, t, cond, skip=(i,)), out, 1e-4)
         assert calls == [other for other in net.blocks if other != name]
 
-
 def test_toy_is_finite_at_both_ends_of_every_schedule():
     for schedule in common.schedules:
         for pred in ("x0", "eps", "v", "flow"):
@@ -393,11 +360,9 @@ def test_toy_is_finite_at_both_ends_of_every_schedule():
             assert (net.schedule, net.pred) == (schedule, pred)
             assert out.isfinite().all() and all(p.grad.isfinite().all() for p in net.parameters())
 
-
 # Causal video nets. The first chunk takes the remainder.
 LENGTHS = pytest.mark.parametrize("frames, sizes", [(7, [4, 3]), (6, [2, 2, 2]), (5, [1] * 5), (2, [2]),
                                                     (8, [5, 3])])
-
 
 def clip(case, frames, sizes, start=0):
     """A causal net and a clip of `frames`, one time per chunk, its chunks as slices, the condition."""
@@ -409,7 +374,6 @@ def clip(case, frames, sizes, start=0):
     t = torch.rand(2, len(sizes), generator=generator, dtype=torch.float64)
     t = t.repeat_interleave(torch.tensor(sizes), dim=1)             # (B, F)
     return net, x, t, spans, dict(label=torch.tensor([1, -1]))
-
 
 @cases("cache")
 @LENGTHS
@@ -424,7 +388,6 @@ def test_a_frame_sees_its_own_and_earlier_chunks_alone(case, frames, sizes):
         assert moved[:, :, span.start:].any(-1).any(-1).any(1).all()    # all of its own and later chunks
         t_new[:, span] /= 2
         assert torch.equal(net(x, t_new, cond)[:, :, :span.start], out[:, :, :span.start])
-
 
 @cases("cache")
 @LENGTHS
@@ -445,7 +408,6 @@ def test_chunks_with_a_cache_equal_the_full_forward(case, frames, sizes):
     chunk = dict(x_t=noisy[:, :, :1], t=t[:, :1], cond=cond, start=frames)
     assert close(net(**chunk, cache=at_once), net(**chunk, cache=cache))
 
-
 @cases("cache")
 def test_a_cache_carries_no_gradient(case):
     net, x, t, spans, cond = clip(case, 4, [2, 2])
@@ -455,7 +417,6 @@ def test_a_cache_carries_no_gradient(case):
     assert torch.autograd.grad(out.sum(), first, allow_unused=True)[0] is None
     assert torch.autograd.grad(result["out"].sum(), first)[0].any()
 
-
 @cases("cache")
 def test_positions_count_relative_to_the_cache(case):
     net, x, t, spans, cond = clip(case, 4, [2, 2])
@@ -463,7 +424,6 @@ def test_positions_count_relative_to_the_cache(case):
     assert close(net(*first, start=7), net(*first))
     read = lambda at, start: net(*second, start=start, cache=net(*first, start=at, write=True)["cache"])
     assert close(read(7, 9), read(0, 2)) and not close(read(0, 9), read(0, 2), 1e-4)
-
 
 @cases("cache")
 def test_one_time_for_all_frames_and_one_chunk_for_all_frames(case):
@@ -473,7 +433,6 @@ def test_one_time_for_all_frames_and_one_chunk_for_all_frames(case):
     both_ways, whole = build(case, chunk=0), build(case, chunk=6)
     assert torch.equal(both_ways(x, t, cond), whole(x, t, cond))
     assert not close(both_ways(x, t, cond), net(x, t, cond), 1e-4)
-
 
 def test_toy_cache_keeps_a_window_with_absolute_or_window_positions():
     net, x, t, spans, cond = clip(CASES["toy_video"], 6, [2, 2, 2])

@@ -36,12 +36,10 @@ COMMAND = [str(SFT), "--net=toy:tiny", "--batch_size=8", "--val_every=0", "--sam
            "--log_level=debug"]
 KILL, TERM, USR1, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
-
 def command(*args):
     """COMMAND with keys replaced or added."""
     keys = {a.partition("=")[0] for a in args}
     return [a for a in COMMAND if a.partition("=")[0] not in keys] + list(args)
-
 
 def until(condition, seconds=60):
     """Waits for a condition and returns what it is; fails after so many seconds."""
@@ -51,11 +49,8 @@ def until(condition, seconds=60):
         time.sleep(0.005)
     return value
 
-
-# ---- processes ---------------------------------------------------------------------------------------------
-
+# ---- processes
 runs = []
-
 
 @pytest.fixture(autouse=True)
 def nothing_left():
@@ -66,7 +61,6 @@ def nothing_left():
         for pid in run.workers().values():
             os.kill(pid, KILL)
     runs.clear()
-
 
 class Run:
     """One start of the command, output below `here`: `python train.py` (world 0), or torchrun, `world` ranks.
@@ -116,7 +110,6 @@ class Run:
         until(lambda: not self.workers())
         return self.process.exitcode
 
-
 def entry(args, world, env, log, limit):
     """In the new process: torchrun train.py args, or python train.py args. limit: bytes a file may have."""
     out = os.open(log, os.O_APPEND | os.O_WRONLY)
@@ -134,30 +127,24 @@ def entry(args, world, env, log, limit):
         sys.argv = [str(TRAIN), *args]
         runpy.run_path(str(TRAIN), run_name="__main__")
 
-
 def catches(pid):
     """Has process `pid` a handler for SIGUSR1 yet?"""
     with contextlib.suppress(OSError):
         mask = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
         return bool(int(mask[1], 16) >> (USR1 - 1) & 1)
 
-
 def importing(run):
     """Waits until both workers have their handlers, which is before they import torch: {rank: process id}."""
     return until(lambda: len(pids := run.workers()) == 2 and all(map(catches, pids.values())) and pids)
 
-
-# ---- what must hold ----------------------------------------------------------------------------------------
-
+# ---- what must hold
 def its(folder):
     """The iterations in metrics.jsonl; its last line may be half written."""
     text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
     return [int(n) for n in re.findall(r'^\{"it": (\d+)[^\n]*\}$', text, re.M)]
 
-
 def newest(folder):
     return max(ckpt.scan(folder / "checkpoints"), default=0)
-
 
 def whole(folder):
     """Iterations of the checkpoints, after a look that each is whole and nothing else is there."""
@@ -165,7 +152,6 @@ def whole(folder):
     assert sorted(os.listdir(folder / "checkpoints")) == [f"{n:07d}.pth" for n in found]
     assert all(ckpt.load(ckpt.path(folder / "checkpoints", n))["it"] == n for n in found)
     return found
-
 
 def stopped_well(run, before):
     """What must hold after a request to stop a run that began at iteration `before`; -> where it stopped."""
@@ -177,9 +163,7 @@ def stopped_well(run, before):
     assert its(run.folder) == list(range(1, at + 1))    # none twice, none left out
     return at
 
-
-# ---- torchrun ----------------------------------------------------------------------------------------------
-
+# ---- torchrun
 @pytest.fixture
 def orphans():
     """Processes that lose their parent become this one's children, so that it learns their exit codes."""
@@ -194,12 +178,10 @@ def orphans():
     yield exit_codes
     prctl(36, 0, 0, 0, 0)
 
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """The folder in which the cases of torchrun follow each other: the next one is the rerun of the last."""
     return tmp_path_factory.mktemp("shared")
-
 
 def stub_scontrol(folder):
     """Environment of a SLURM job whose scontrol writes its arguments to folder/calls; that file, empty."""
@@ -210,10 +192,8 @@ def stub_scontrol(folder):
     return dict(PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="77", SLURM_RESTART_COUNT="3",
                 FEWSTEP_REQUEUE="1"), folder / "calls"
 
-
 def to_launcher(number):
     return lambda run, workers: run.kill(number)
-
 
 def to_one_worker(run, workers):
     os.kill(workers[1], USR1)
@@ -221,11 +201,9 @@ def to_one_worker(run, workers):
     os.kill(workers[1], USR1)
     os.kill(workers[1], TERM)
 
-
 def to_everyone(run, workers):
     for pid in (run.pid, *workers.values()):
         os.kill(pid, USR1)
-
 
 @pytest.mark.parametrize("send, launcher_exit, args", [
     pytest.param(to_launcher(USR1), -USR1, (), id="SIGUSR1 to the launcher"),
@@ -256,7 +234,6 @@ def test_a_signal_under_torchrun_stops_all_ranks_at_one_whole_checkpoint(
     assert run.text().count("Traceback") == (launcher_exit == 1)        # torchrun's own, of the SIGTERM
     assert calls.read_text() == "requeue 77\n"          # by rank 0 only
 
-
 def test_the_interrupted_iterations_are_those_of_an_uninterrupted_run(shared, tmp_path):
     """Two ranks, stopped several times, against one process with two micro-steps: each once, same losses."""
     folder = shared / "out" / "fewstep" / "digits" / "run"
@@ -268,14 +245,12 @@ def test_the_interrupted_iterations_are_those_of_an_uninterrupted_run(shared, tm
     assert interrupted == pytest.approx(plain, rel=1e-3)
     assert len(set(plain)) == len(plain) == newest(folder)
 
-
 def test_a_signal_to_one_worker_that_still_imports_torch_saves_0000000(tmp_path):
     run = Run(tmp_path, world=2)
     os.kill(importing(run)[1], USR1)
     assert run.end() == 0 and stopped_well(run, 0) == 0 and whole(run.folder) == [0]
     run = Run(tmp_path, "--stop_at=2")
     assert run.end() == 0 and whole(run.folder) == [0, 2] and its(run.folder) == [1, 2]
-
 
 def test_workers_whose_launcher_dies_before_they_have_met_leave_without_a_trace(tmp_path, orphans):
     run = Run(tmp_path, world=2)
@@ -284,9 +259,7 @@ def test_workers_whose_launcher_dies_before_they_have_met_leave_without_a_trace(
     assert orphans(run, workers) == [0, 0] and run.end() == -USR1
     assert "Traceback" not in run.text() and whole(run.folder) == [] == its(run.folder)
 
-
-# ---- python train.py ---------------------------------------------------------------------------------------
-
+# ---- python train.py
 @pytest.mark.parametrize("number", [USR1, TERM, INT], ids=lambda n: n.name)
 def test_one_signal_to_a_plain_process_saves_and_exits_with_0(tmp_path, number):
     run = Run(tmp_path).reaches(3)
@@ -297,7 +270,6 @@ def test_one_signal_to_a_plain_process_saves_and_exits_with_0(tmp_path, number):
     run = Run(tmp_path, f"--stop_at={at + 2}")
     assert run.end() == 0 and f"continuing at iteration {at}" in run.text()
     assert whole(run.folder) == [at, at + 2] and its(run.folder) == list(range(1, at + 3))
-
 
 def test_a_signal_while_torch_is_imported_saves_0000000(tmp_path):
     """A fresh interpreter."""
@@ -311,7 +283,6 @@ def test_a_signal_while_torch_is_imported_saves_0000000(tmp_path):
     run = Run(tmp_path, "--stop_at=1")
     assert run.end() == 0 and whole(run.folder) == [0, 1] and its(run.folder) == [1]
 
-
 def test_a_closed_output_pipe_does_not_end_a_run(tmp_path):
     env = os.environ | dict(FEWSTEP_OUTPUT_ROOT=str(tmp_path), OMP_NUM_THREADS="1")
     process = subprocess.Popen([sys.executable, str(TRAIN), *command("--max_iter=20")], env=env, text=True,
@@ -320,7 +291,6 @@ def test_a_closed_output_pipe_does_not_end_a_run(tmp_path):
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait(60) == 0
     assert whole(tmp_path / "fewstep" / "digits" / "run") == [20]
-
 
 def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
     """The first one is heard at the next iteration, which is far while another run holds the folder."""
@@ -331,7 +301,6 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
         time.sleep(0.1)
         run.kill(INT)
         assert run.end() == 1 and "KeyboardInterrupt" in run.text() and whole(run.folder) == []
-
 
 def test_a_validation_that_was_interrupted_is_made_up_for(tmp_path):
     run = Run(tmp_path, "--val_every=4", "--val_batches=1000000")
@@ -348,7 +317,6 @@ def test_a_validation_that_was_interrupted_is_made_up_for(tmp_path):
     assert [line["it"] for line in lines(run.folder) if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert sorted(os.listdir(run.folder / "samples")) == ["0000000.png", "0000004.png"]
 
-
 def test_slurm_stops_before_the_end_of_the_allocation_and_requeues(tmp_path):
     env, calls = stub_scontrol(tmp_path)
     for requeue, called in (("0", ""), ("1", "requeue 77\n")):
@@ -362,9 +330,7 @@ def test_slurm_stops_before_the_end_of_the_allocation_and_requeues(tmp_path):
     assert run.end() == 0 and "stopped at --stop_at" in run.text()
     assert calls.read_text() == called          # only a run that was asked to leave wants to come back
 
-
-# ---- kills, full disks, predecessors -----------------------------------------------------------------------
-
+# ---- kills, full disks, predecessors
 @pytest.mark.parametrize("kills", [5, pytest.param(30, marks=pytest.mark.slow)])
 def test_sigkill_at_any_moment_loses_no_checkpoint_but_the_one_being_written(tmp_path, kills):
     """A run that saves every iteration. At the end it is bit for bit what a run without kills is."""
@@ -390,7 +356,6 @@ def test_sigkill_at_any_moment_loses_no_checkpoint_but_the_one_being_written(tmp
     states = [ckpt.load(ckpt.path(f / "checkpoints", at + 4)) for f in (run.folder, plain.folder)]
     assert differing(*({k: s[k] for k in ("nets", "emas", "optims", "counts")} for s in states)) == []
 
-
 def test_a_full_disk_leaves_the_last_checkpoint_and_names_the_file(tmp_path):
     run = Run(tmp_path, "--stop_at=4")
     assert run.end() == 0
@@ -403,7 +368,6 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_names_the_file(tmp_path):
     run = Run(tmp_path, "--stop_at=6")
     assert run.end() == 0 and whole(run.folder) == [4, 6] and its(run.folder) == list(range(1, 7))
 
-
 def full_disk(root):
     """On one of two ranks: the sentence with which the run ends."""
     os.environ["FEWSTEP_OUTPUT_ROOT"] = root
@@ -413,11 +377,9 @@ def full_disk(root):
         trainer.train(method, train.resolve(method, [*COMMAND[1:], "--max_iter=2"])[0])
     return str(error.value)
 
-
 def test_a_full_disk_ends_every_rank(tmp_path):
     said = ranks(2, full_disk, str(tmp_path))
     assert said[0] == said[1] and "could not write" in said[0] and "0000002.pth" in said[0]
-
 
 def test_metrics_that_cannot_be_written_are_named_and_do_not_end_a_run(tmp_path):
     said = []
@@ -425,7 +387,6 @@ def test_metrics_that_cannot_be_written_are_named_and_do_not_end_a_run(tmp_path)
     (tmp_path / "metrics.jsonl").mkdir()
     recorder(2, dict(loss=1.0))
     assert said == [(f"WARNING: could not write {tmp_path}/metrics.jsonl (Is a directory)", "warning")]
-
 
 @contextlib.contextmanager
 def locked(here):
@@ -439,7 +400,6 @@ def locked(here):
     with open(lock, "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield waits
-
 
 def test_a_run_that_waits_for_its_predecessor_continues_from_what_that_one_saves(tmp_path):
     """The launcher died, its workers still save, and the command is already running again."""

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--net", "toy:tiny", "--data", "digits", "--max_iter", "2", "--batch_size", "8", "--val_every", "0",
         "--lr_schedule", "constant", "--save_every", "1", "--wandb", "disabled", "--log_level", "warning"]
 
-
 @functools.cache
 def make_runs(root):
     """Folder of the runs sft, dmd2 (distils its student) and parts (sft of that with a frozen layer)."""
@@ -44,22 +43,18 @@ def make_runs(root):
             trainer.train(method, train.resolve(method, TINY + args)[0])
     return root / "fewstep/digits"
 
-
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     return make_runs(tmp_path_factory.getbasetemp())
-
 
 def drawn(run, name, ids, steps, batch):
     net, labels = sample.load_net(run, name, torch.device("cpu")), torch.tensor([i % 10 for i in ids])
     parts = sample.draw(run, net, name, ids, labels, steps, 0, batch, torch.device("cpu"))
     return torch.cat([x0 for _, _, x0 in parts])
 
-
 def pixels(file):
     with Image.open(file) as picture:
         return np.array(picture), picture.text
-
 
 @pytest.mark.parametrize("name", ["sft", "dmd2"])
 def test_by_default_the_samples_are_those_of_the_trainers_grid(runs, name, capsys):
@@ -69,7 +64,6 @@ def test_by_default_the_samples_are_those_of_the_trainers_grid(runs, name, capsy
     assert np.array_equal(ours, trainers)
     assert (text["run"], text["checkpoint"], text["seed"]) == (name, "2", "0-79")
 
-
 @pytest.mark.parametrize("name, steps", [("student", 1), ("teacher", 6)])
 def test_a_sample_depends_on_seed_and_class_alone_not_on_batch_or_order(runs, name, steps):
     run, ids = sample.load_run(runs / "dmd2"), list(range(40))
@@ -77,7 +71,6 @@ def test_a_sample_depends_on_seed_and_class_alone_not_on_batch_or_order(runs, na
     torch.testing.assert_close(drawn(run, name, ids, steps, 7), whole, rtol=0, atol=1e-5)
     torch.testing.assert_close(drawn(run, name, ids[::-1], steps, 9).flip(0), whole, rtol=0, atol=1e-5)
     assert whole[0].sub(whole[10]).abs().max() > 1e-2                   # same class, another seed
-
 
 def test_separate_files_are_the_samples_of_the_sheet_and_say_what_they_are(runs, tmp_path):
     args = [str(runs / "dmd2"), "--net", "ema", "--classes", "3,7", "--seeds", "0-2,11", "--out"]
@@ -91,7 +84,6 @@ def test_separate_files_are_the_samples_of_the_sheet_and_say_what_they_are(runs,
         assert np.array_equal(sheet[::8, ::8][y:y + 8, x:x + 8], one)
         assert text == {"run": "dmd2", "method": "dmd2", "checkpoint": "2", "net": "ema_slow", "steps": "1",
                         "guidance": "1.0", "seed": str(seed), "class": "37"[seed % 2]}
-
 
 def test_only_the_wanted_net_is_made_and_no_source_is_read_for_a_student(runs, monkeypatch):
     made, make, files, read = [], ckpt.materialise, [], ckpt.read
@@ -110,7 +102,6 @@ def test_only_the_wanted_net_is_made_and_no_source_is_read_for_a_student(runs, m
     assert made[2:] == ["teacher"] and len(files) == 1
     assert all(torch.equal(v, origin[k]) for k, v in teacher.items())
 
-
 def test_frozen_parts_of_a_student_and_its_average_come_from_its_source(runs):
     run = sample.load_run(runs / "parts")
     origin = ckpt.load(ckpt.path(runs / "sft/checkpoints", 2))["nets"]["student"]
@@ -119,14 +110,12 @@ def test_frozen_parts_of_a_student_and_its_average_come_from_its_source(runs):
         for k, v in sample.load_net(run, name, "cpu").state_dict().items():
             assert torch.equal(v, origin[k] if k.startswith("patch.") else kept[k])
 
-
 def test_guidance_reaches_the_sampler_and_is_refused_where_it_changes_nothing(runs):
     x0 = {g: drawn(sample.load_run(runs / "parts", guidance=g), "ema", [0], 4, 1) for g in (None, 1.0, 2.0)}
     assert torch.equal(x0[None], x0[2.0]) and not torch.equal(x0[1.0], x0[2.0])
     drawn(sample.load_run(runs / "dmd2", guidance=2.0), "teacher", [0], 2, 1)
     with pytest.raises(BadInput, match="--guidance 2 changes nothing for ema_slow"):
         sample.main([str(runs / "dmd2"), "--guidance", "2"])
-
 
 @pytest.mark.parametrize("run, args, sentence", [
     ("nothing", "", "nothing holds no checkpoints; give a run folder"),
@@ -143,7 +132,6 @@ def test_guidance_reaches_the_sampler_and_is_refused_where_it_changes_nothing(ru
 def test_bad_input_is_one_sentence(runs, run, args, sentence):
     with pytest.raises(BadInput, match=sentence):
         sample.main([str(runs / run), *args.format(runs / run).split()])
-
 
 def test_a_vanished_teacher_exits_with_2_but_the_student_samples(runs, tmp_path, monkeypatch, capsys):
     shutil.copytree(runs / "dmd2", tmp_path / "run")

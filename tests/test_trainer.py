@@ -14,21 +14,12 @@ import ckpt
 import common
 import logs
 import run
-import startup
 import train
 import trainer
 from common import BadInput
-from run import config, differing, load, saved
+from run import assert_alike, config, differing, load, saved, setup
 
-every_method = pytest.mark.parametrize("name", run.METHODS)
 EMAS = ("ema:0.9", "ema_power:power=0.1", "ema_half:half_kimg=0.05")
-
-
-@pytest.fixture(autouse=True)
-def outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path / "outputs"))
-    return tmp_path / "outputs" / "fewstep" / "tests"
-
 
 def refused(f, *args):
     """The sentence of the BadInput that f raises; its frames, with the lock of a run in them, are gone."""
@@ -37,7 +28,6 @@ def refused(f, *args):
     except BadInput as e:
         return str(e)
     raise AssertionError("went through")
-
 
 def poisoned(method, *its, by=float("nan")):
     """The method with a loss times `by` in these iterations."""
@@ -50,19 +40,51 @@ def poisoned(method, *its, by=float("nan")):
     method.step = poison
     return method
 
-
-# ---------------------------------------------------------------- exact resume, in new processes
-
+# ---- exact resume, in new processes
 def train_parts(names, accum, parts):
     """Of every method the parts of a run, {name: changes}: one straight, one stopped and continued."""
     for name in names:
         for part, changes in parts.items():
-            method = load(name)
             amp = "fp16" if name == "sft" else ""       # the scaler's state belongs to a run, too
-            cfg = config(method, lr_schedule="cosine:0.1", warmup=3, ema=EMAS, max_iter=20, val_every=5,
-                         sample_every=10, accum=accum, amp=amp, name=f"{name}_{part}")
+            method, cfg = setup(name, lr_schedule="cosine:0.1", warmup=3, ema=EMAS, max_iter=20, val_every=5,
+                                sample_every=10, accum=accum, amp=amp, name=f"{name}_{part}")
             run.run(method, cfg | changes)
 
+@pytest.fixture(scope="module", params=[1, 2])
+def continued(request, tmp_path_factory):
+    """(folder of the runs, number of ranks) after the runs above, in two launches of new processes."""
+    root, world = tmp_path_factory.mktemp("continued"), request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEWSTEP_OUTPUT_ROOT", str(root))
+        for name in run.METHODS:
+            setup(name)                                 # makes the toy teachers
+        run.ranks(world, train_parts, run.METHODS, 2 // world, dict(straight={}, parts=dict(stop_at=10)))
+        folder = root / "fewstep" / "tests"
+        if world == 2:
+            shutil.copytree(folder / "dmd2_parts", folder / "dmd2_on_one")
+        run.ranks(world, train_parts, run.METHODS, 2 // world, dict(parts={}))
+        if world == 2:
+            train_parts(["dmd2"], 2, dict(on_one={}))
+    return folder, world
+
+def test_a_stopped_and_continued_run_is_bit_identical_to_a_straight_one(name, continued):
+    straight, parts = (continued[0] / f"{name}_{part}" for part in ("straight", "parts"))
+    assert ckpt.scan(straight / "checkpoints") == [20] and ckpt.scan(parts / "checkpoints") == [10, 20]
+    a, b = saved(straight, 20), saved(parts, 20)
+    assert sum(a["counts"].values()) == 20 and set(a["emas"]) == {"ema", "ema_power", "ema_half"}
+    kept = ("it", "nets", "emas", "optims", "counts", "skipped", "scaler", "sources", "method", "format")
+    assert differing({k: a[k] for k in kept}, {k: b[k] for k in kept}) == []
+    assert bool(a["scaler"]) == (name == "sft")
+    assert_alike(run.lines(straight), run.lines(parts))
+    assert run.its(run.lines(straight), "val/student/loss") == [0, 5, 10, 15, 20]
+    for grid in (f"samples/{it:07d}.png" for it in (0, 10, 20)):
+        assert (straight / grid).read_bytes() == (parts / grid).read_bytes()
+
+@pytest.mark.parametrize("continued", [2], indirect=True)
+def test_a_run_of_two_ranks_continues_on_one_with_twice_the_micro_steps(continued):
+    straight, on_one = (run.lines(continued[0] / f"dmd2_{part}") for part in ("straight", "on_one"))
+    assert len(straight) == 25
+    assert_alike(straight, on_one, rel=1e-5)
 
 def two_ranks():
     """What else is checked on two ranks."""
@@ -74,15 +96,14 @@ def two_ranks():
     if rank == 1:
         b.grad = torch.full((2,), 4.0)                  # none and 4
     trainer.average_gradients(params, world, 2)
-    grads = [p.grad for p in params]
-    told = common.from_rank0(["rank 0", 0] if rank == 0 else None, world)
+    x = torch.tensor([1.0, 4.0]) * (rank + 1)
+    told = common.from_rank0(["rank 0", 0] if rank == 0 else None, world), common.all_mean(x).tolist()
+    assert x.tolist() == [1 + rank, 4 + 4 * rank]
     torch.distributed.destroy_process_group()
 
-    method = load("sft")
-    if rank == 1:
-        poisoned(method, 2, by=float("inf"))
-    skipping = run.run(method, config(method, max_iter=4, name="one_rank_is_inf"))
-    method = load("dmd2")
+    method, cfg = setup("sft", max_iter=4, name="one_rank_is_inf")
+    skipping = run.run(poisoned(method, 2, by=float("inf")) if rank == 1 else method, cfg)
+    method, cfg = setup("dmd2", max_iter=4, name="other_order", debug_calls=True)
     step = method.step
 
     def teacher_first(nets, batch, it, cfg):
@@ -90,111 +111,41 @@ def two_ranks():
         return step(nets, batch, it, cfg)
 
     method.step = teacher_first if rank == 1 else step
-    sentence = refused(run.run, method, config(method, max_iter=4, name="other_order", debug_calls=True))
-    return grads, told, dict(skipping.nets["student"].state_dict()), skipping.lines, sentence
+    sentence = refused(run.run, method, cfg)
+    grads, student = [p.grad for p in params], dict(skipping.nets["student"].state_dict())
+    return grads, told, student, skipping.lines, sentence
 
-
-@pytest.fixture(scope="module", params=[1, 2])
-def continued(request, tmp_path_factory):
-    """(folder of the runs, number of ranks) after the runs above, in two launches of new processes."""
-    root, world = tmp_path_factory.mktemp("continued"), request.param
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FEWSTEP_OUTPUT_ROOT", str(root))
-        for name in run.METHODS:
-            config(load(name))                          # makes the toy teachers
-        run.ranks(world, train_parts, run.METHODS, 2 // world, dict(straight={}, parts=dict(stop_at=10)))
-        folder = root / "fewstep" / "tests"
-        if world == 2:
-            shutil.copytree(folder / "dmd2_parts", folder / "dmd2_on_one")
-        run.ranks(world, train_parts, run.METHODS, 2 // world, dict(parts={}))
-        if world == 2:
-            train_parts(["dmd2"], 2, dict(on_one={}))
-    return folder, world
-
-
-@every_method
-def test_a_stopped_and_continued_run_is_bit_identical_to_a_straight_one(name, continued):
-    folder, _ = continued
-    straight, parts = folder / f"{name}_straight", folder / f"{name}_parts"
-    assert ckpt.scan(straight / "checkpoints") == [20] and ckpt.scan(parts / "checkpoints") == [10, 20]
-    a, b = saved(straight, 20), saved(parts, 20)
-    assert sum(a["counts"].values()) == 20 and set(a["emas"]) == {"ema", "ema_power", "ema_half"}
-    kept = ("it", "nets", "emas", "optims", "counts", "skipped", "scaler", "sources", "method", "format")
-    assert differing({k: a[k] for k in kept}, {k: b[k] for k in kept}) == []
-    assert bool(a["scaler"]) == (name == "sft")
-    ours, others = ([{k: v for k, v in line.items() if k not in run.TIMING} for line in run.lines(f)]
-                    for f in (straight, parts))
-    assert ours == others
-    assert [line["it"] for line in ours if "val/student/loss" in line] == [0, 5, 10, 15, 20]
-    for it in (0, 10, 20):
-        grid = f"samples/{it:07d}.png"
-        assert (straight / grid).read_bytes() == (parts / grid).read_bytes()
-
-
-@pytest.mark.parametrize("continued", [2], indirect=True)
-def test_a_run_of_two_ranks_continues_on_one_with_twice_the_micro_steps(continued):
-    straight, on_one = (run.lines(continued[0] / f"dmd2_{part}") for part in ("straight", "on_one"))
-    assert len(straight) == len(on_one) == 25
-    for ours, others in zip(straight, on_one):
-        assert set(ours) == set(others)
-        for key in {*ours} - {*run.TIMING}:
-            assert others[key] == pytest.approx(ours[key], rel=1e-5), (ours["it"], key)
-
-
-def test_two_ranks_agree():
+def test_two_ranks_agree_and_one_process_is_left_alone():
     for name in ("sft", "dmd2"):
-        config(load(name))
+        setup(name)
     grads, told, nets, lines, sentence = zip(*run.ranks(2, two_ranks))
     for a, b, c in grads:
         assert a.tolist() == [1.5, 1.5] and b.tolist() == [2, 2] and c is None      # None on every rank stays
-    assert told == (["rank 0", 0],) * 2
+    assert told == ((["rank 0", 0], [1.5, 6.0]),) * 2
     assert differing(*nets) == [] and all(v.isfinite().all() for v in nets[0].values())
     assert [line.get("skipped", 0) for line in lines[0]] == [0, 0, 1, 0]
     assert all("rank 1 calls nets in another order than rank 0, from call 0" in s for s in sentence)
-
-
-def test_average_gradients_and_from_rank0_leave_one_process_alone():
     p = torch.nn.Parameter(torch.zeros(2))
     trainer.average_gradients([p], None, 1)
-    assert p.grad is None and common.from_rank0("x", None) == "x"
+    assert p.grad is None and common.from_rank0("x", None) == "x" and common.all_mean(p) is p
 
-
-def test_ema_rates_continue_with_the_count_of_student_updates(monkeypatch):
-    method = load("dmd2")
-    cfg = config(method, update_ratio=1, max_iter=20, ema=EMAS)
-    run.run(method, cfg | dict(stop_at=10))             # 5 student updates
-    betas, update = [], trainer.update_ema
-    monkeypatch.setattr(trainer, "update_ema",
-                        lambda tensors, beta: betas.append(beta) or update(tensors, beta))
-    run.run(method, cfg)
-    assert betas == [common.ema_beta(entry, n, 8) for n in range(6, 11) for entry in EMAS]
-    gamma = 6.938                                       # of relative width 0.1 (Karras 2024)
-    assert betas[1] == pytest.approx((1 - 1 / 6) ** (gamma + 1), rel=1e-3)
-
-
-def test_every_ema_is_the_chain_of_its_own_rates(outputs):
-    method = load("sft")
-    cfg = config(method, max_iter=6, save_every=1, ema=EMAS)
+def test_every_ema_is_the_chain_of_its_own_rates_also_over_a_resume(outputs):
+    method, cfg = setup("dmd2", update_ratio=1, max_iter=12, save_every=1, ema=EMAS, lr=0.01)
     start = run.nets_of(method, dict(cfg))["student"].state_dict()
-    run.run(method, cfg)
-    emas = {e: {k: v.double() for k, v in start.items()} for e in EMAS}
-    for n in range(1, 7):
-        student = saved(outputs / "sft", n)["nets"]["student"]
-        for entry, ema in emas.items():
-            beta = common.ema_beta(entry, n, 8)
-            for k, v in student.items():
-                ema[k] = beta * ema[k] + (1 - beta) * v
-    for entry, ema in emas.items():
-        stored = saved(outputs / "sft", 6)["emas"][entry.partition(":")[0]]
-        for k, v in ema.items():
-            torch.testing.assert_close(stored[k].double(), v, rtol=1e-5, atol=1e-6)
-
+    for changes in (dict(stop_at=6), {}):
+        run.run(method, cfg | changes)
+    for entry in EMAS:
+        ema = {k: v.double() for k, v in start.items()}
+        for n in range(1, 7):                           # of the student's updates
+            beta, student = common.ema_beta(entry, n, 8), saved(outputs / "dmd2", 2 * n)["nets"]["student"]
+            ema = {k: beta * v + (1 - beta) * student[k] for k, v in ema.items()}
+        for k, v in saved(outputs / "dmd2", 12)["emas"][entry.partition(":")[0]].items():
+            torch.testing.assert_close(v.double(), ema[k], rtol=1e-5, atol=1e-6)
 
 def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(capsys):
-    method, opts = load("sft"), []
-    optimizers = method.optimizers
+    method, cfg = setup("sft", lr=0.002, weight_decay=0.0, warmup=0, lr_schedule="cosine:0.5", max_iter=10)
+    opts, optimizers = [], method.optimizers
     method.optimizers = lambda nets, cfg: opts.append(optimizers(nets, cfg)) or opts[-1]
-    cfg = config(method, lr=0.002, weight_decay=0.0, warmup=0, lr_schedule="cosine:0.5", max_iter=10)
     run.run(method, cfg | dict(stop_at=5))
     lines = run.run(method, cfg | dict(lr=0.05, weight_decay=0.3, betas=(0.8, 0.9))).lines
     assert lines[5]["it"] == 6
@@ -207,115 +158,63 @@ def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(capsys):
     assert "config differs from the checkpoint: lr was 0.002, now 0.05" in out
     assert "weight_decay was 0.0, now 0.3" in out
 
-
 def test_an_ema_that_the_checkpoint_lacks_starts_from_the_student(outputs):
-    method = load("sft")
-    cfg = config(method, max_iter=5, ema=("ema:0.9",))
+    method, cfg = setup("sft", max_iter=5, ema=("ema:0.9",))
     run.run(method, cfg | dict(stop_at=4))
     run.run(method, cfg | dict(ema=("ema:0.9", "ema_new:0.5")))
     before, after = (saved(outputs / "sft", n) for n in (4, 5))
     for k, v in after["emas"]["ema_new"].items():
         torch.testing.assert_close(v, (before["nets"]["student"][k] + after["nets"]["student"][k]) / 2)
 
-
-# ---------------------------------------------------------------- checkpoints
-
+# ---- checkpoints
 def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(outputs, monkeypatch):
     written, save = [], ckpt.save
     monkeypatch.setattr(ckpt, "save", lambda file, state: written.append(file.name) or save(file, state))
-    method, its = load("sft"), []
-    step = method.step
+    method, cfg = setup("sft", max_iter=10, save_every=5, log_every=3, val_every=5)
+    its, step = [], method.step
     method.step = lambda nets, batch, it, cfg: its.append(it) or step(nets, batch, it, cfg)
-    lines = run.run(method, config(method, max_iter=10, save_every=5, log_every=3, val_every=5)).lines
+    lines = run.run(method, cfg).lines
     assert written == ["0000005.pth", "0000010.pth"]
     assert its == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]      # validation: the first 0 and 5, the 10
-    assert [line["it"] for line in lines if "loss" in line] == [3, 6, 9, 10]
-    assert [line["it"] for line in lines if "val/student/loss" in line] == [0, 5, 10]
-    run.run(method, config(method, max_iter=7, save_every=5, name="seven"))
-    assert ckpt.scan(outputs / "seven" / "checkpoints") == [5, 7]
+    assert run.its(lines) == [3, 6, 9, 10] and run.its(lines, "val/student/loss") == [0, 5, 10]
+    run.run(method, config(method, max_iter=9, save_every=2, keep_last=2, name="nine"))
+    assert ckpt.scan(outputs / "nine" / "checkpoints") == [8, 9]
     its.clear()
     trainer.train(method, config(method, max_iter=0, name="none"))
     assert not its and ckpt.scan(outputs / "none" / "checkpoints") == []
-
 
 def test_the_scan_takes_seven_digits_and_pth_only(tmp_path, outputs):
     for name in ("0000500.pth", "0002500.pth", "9999999.pth", "10000000.pth", "0003000.pth.tmp", "best.pth",
                  "latest_ar.pth", "0004000 (copy).pth", "-000001.pth", "latest_checkpoint.txt"):
         (tmp_path / name).touch()
     (tmp_path / "0009000").mkdir()
-    assert ckpt.scan(tmp_path) == [500, 2500, 9999999]
-    assert ckpt.scan(tmp_path / "missing") == []
+    assert ckpt.scan(tmp_path) == [500, 2500, 9999999] and ckpt.scan(tmp_path / "missing") == []
     junk = outputs / "sft" / "checkpoints"
     junk.mkdir(parents=True)
     for name in ("best.pth", "10000000.pth", ".0000003.pth.17.tmp"):
         (junk / name).touch()
-    method = load("sft")
-    assert [line["it"] for line in run.run(method, config(method, max_iter=2)).lines] == [1, 2]
+    assert run.its(run.run(*setup("sft", max_iter=2)).lines) == [1, 2]
     assert sorted(f.name for f in junk.iterdir()) == ["0000002.pth", "10000000.pth", "best.pth"]
 
-
-def test_keep_last_deletes_all_but_the_newest(outputs):
-    method = load("sft")
-    run.run(method, config(method, max_iter=9, save_every=2, keep_last=2))
-    assert ckpt.scan(outputs / "sft" / "checkpoints") == [8, 9]
-
-
-def fill_the_disk():
-    """Saves at 2; from then on no file may grow beyond 50 kB, which stands in for a full disk."""
-    import resource
-    method = load("sft")
-    step = method.step
-
-    def limited(nets, batch, it, cfg):
-        if it == 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-        return step(nets, batch, it, cfg)
-
-    method.step = limited
-    sentence = refused(run.run, method, config(method, max_iter=6, save_every=2))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return sentence
-
-
-def test_a_full_disk_names_the_file_and_leaves_the_checkpoint_before(outputs):
-    sentence, = run.ranks(1, fill_the_disk)
-    folder = outputs / "sft" / "checkpoints"
-    assert f"could not write {folder / '0000004.pth'}" in sentence and "free some space" in sentence
-    assert [f.name for f in folder.iterdir()] == ["0000002.pth"]
-    method = load("sft")
-    run.run(method, config(method, max_iter=6))         # and the same command continues
-    assert saved(outputs / "sft", 6)["it"] == 6 and len(run.lines(outputs / "sft")) == 6
-
-
-@every_method
 def test_a_start_on_the_meta_device_equals_a_plain_one(name):
-    method = load(name)
-    cfg = config(method)
+    method, cfg = setup(name)
     meta = run.nets_of(method, cfg)
     torch.manual_seed(123)
-    plain = method.build(cfg)
-    inits = method.init(cfg)
-    startup.fill(plain, inits, {s: ckpt.resolve(s) for s in inits.values() if s not in plain}, None,
-                 {n: [] for n in plain}, cfg)
+    plain = run.nets_of(method, cfg, "cpu")
     assert {n: net.training for n, net in meta.items()} == {n: net.training for n, net in plain.items()}
     for n, net in meta.items():
         assert differing(dict(net.named_parameters()), dict(plain[n].named_parameters())) == []
         assert differing(dict(net.named_buffers()), dict(plain[n].named_buffers())) == []
 
-
-# ---------------------------------------------------------------- non-finite gradients
-
-@every_method
+# ---- non-finite gradients
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_reaches_nothing(name, bad, outputs):
-    method = load(name)
-    cfg = config(method, max_iter=6, save_every=1, warmup=10, lr_schedule="constant", ema=EMAS)
+    method, cfg = setup(name, max_iter=6, save_every=1, warmup=10, lr_schedule="constant", ema=EMAS)
     cfg |= dict(update_ratio=1) if "update_ratio" in cfg else {}
     _, it, later, *_ = [it for it in range(6) if method.phase(it, cfg) == "student"]
     lines = run.run(poisoned(method, it, by=bad), cfg).lines
     before, after, end = (saved(outputs / name, n) for n in (it, it + 1, 6))
-    for key in ("nets", "emas", "optims", "counts"):
-        assert differing(before[key], after[key]) == []
+    assert [differing(before[key], after[key]) for key in ("nets", "emas", "optims", "counts")] == [[]] * 4
     assert (before["skipped"], after["skipped"], end["skipped"]) == (0, 1, 0)
     assert sum(end["counts"].values()) == 5
     assert [line.get("skipped") for line in lines] == [1.0 if n == it else None for n in range(6)]
@@ -324,19 +223,15 @@ def test_a_gradient_that_is_not_finite_reaches_nothing(name, bad, outputs):
     for state in (end["nets"]["student"], *end["emas"].values()):
         assert all(v.isfinite().all() for v in state.values())
 
-
 def test_max_skipped_in_a_row_end_the_run_and_count_over_a_resume():
-    method = poisoned(load("sft"), 1, 4, 5, 6, 7)
-    cfg = config(method, max_iter=12, save_every=2, max_skipped=3)
-    sentence = refused(run.run, method, cfg)
+    method, cfg = setup("sft", max_iter=12, save_every=2, max_skipped=3)
+    sentence = refused(run.run, poisoned(method, 1, 4, 5, 6, 7), cfg)
     assert re.search(r"not finite 3 times in a row, last at it 6, phase 'student' \(.*dsm.*\); last "
                      r'checkpoint 6; --amp "" runs in float32', sentence)
     assert "2 times" not in sentence and "last at it 6" in refused(run.run, method, cfg)
     assert run.run(method, cfg | dict(name="off", max_skipped=0)).lines[-1]["it"] == 12
 
-
-# ---------------------------------------------------------------- precision and clipping
-
+# ---- precision and clipping
 TWO_WEIGHTS = '''
 import torch
 config = dict(max_iter=4, batch_size=2, lr=0.25)
@@ -357,7 +252,6 @@ def step(nets, batch, it, cfg): return nets[phase(it, cfg)]() * (1e38 if it == 0
 def sample(net, noise, batch, cfg, steps): return noise(0)
 '''
 
-
 def test_one_scaler_serves_two_optimizers_with_one_update_per_iteration(tmp_path, monkeypatch):
     (tmp_path / "two.py").write_text(TWO_WEIGHTS)
     method = train.load_method(tmp_path / "two.py")
@@ -371,65 +265,54 @@ def test_one_scaler_serves_two_optimizers_with_one_update_per_iteration(tmp_path
     assert [line["scale"] for line in result.lines] == [32768.0] * 4 and len(updates) == 4
     assert saved(result.folder, 4)["counts"] == dict(student=2, fake=1)
 
-
-@every_method
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_autocast_runs_with_float32_weights(name, amp):
+def test_autocast_runs_with_float32_weights(name):
     method = load(name)
-    plain = run.run(method, config(method, name="plain")).lines
-    result = run.run(method, config(method, name="amp", amp=amp))
-    state = saved(result.folder, 12)
-    for tensors in (*state["nets"].values(), *state["emas"].values()):
-        assert {v.dtype for v in tensors.values()} == {torch.float32}
-    a, b = ([v for line in lines for k, v in line.items() if k.startswith("loss")]
-            for lines in (plain, result.lines))
-    assert a != b
-    for a, b in zip(a, b):
-        assert b == pytest.approx(a, rel=0.2, abs=0.02)
-
+    results = [run.run(method, config(method, name=f"amp{amp}", amp=amp)) for amp in ("", "bf16", "fp16")]
+    plain, *others = ([v for line in result.lines for k, v in line.items() if k.startswith("loss")]
+                      for result in results)
+    for result, losses in zip(results[1:], others):
+        state = saved(result.folder, 12)
+        for tensors in (*state["nets"].values(), *state["emas"].values()):
+            assert {v.dtype for v in tensors.values()} == {torch.float32}
+        assert losses != plain and losses == pytest.approx(plain, rel=0.2, abs=0.02)
 
 @pytest.mark.parametrize("clip", [0.05, 1e6])
 def test_clipping_is_torchs_over_all_nets_of_the_phase(clip, monkeypatch):
-    method, opts, raw, clipped = load("dmd2"), [], [], []
+    (method, cfg), raw, clipped = setup("dmd2", clip=clip), [], []
     optimizers, average = method.optimizers, trainer.average_gradients
 
     def watched(nets, cfg):
-        opts.append(optimizers(nets, cfg))
-        for opt in opts[-1].values():
+        opts = optimizers(nets, cfg)
+        for opt in opts.values():
             opt.register_step_pre_hook(lambda opt, *_: clipped.append(
                 [p.grad.clone() for g in opt.param_groups for p in g["params"]]))
-        return opts[-1]
+        return opts
 
     monkeypatch.setattr(trainer, "average_gradients", lambda params, *rest: (
         average(params, *rest), raw.append([p.grad.clone() for p in params])))
     method.optimizers = watched
-    lines = run.run(method, config(method, clip=clip)).lines
+    lines = run.run(method, cfg).lines
     assert len(raw) == len(clipped) == 12
     for it, (before, after) in enumerate(zip(raw, clipped)):
         params = [torch.nn.Parameter(torch.zeros_like(g)) for g in before]
         for p, g in zip(params, before):
             p.grad = g.clone()
         norm = torch.nn.utils.clip_grad_norm_(params, clip)
-        logged = lines[it]["norm" if method.phase(it, config(method)) == "student" else "norm_fake"]
+        logged = lines[it]["norm" if method.phase(it, cfg) == "student" else "norm_fake"]
         assert logged == pytest.approx(norm.item(), rel=1e-5)
         for p, g in zip(params, after):
             torch.testing.assert_close(g, p.grad, rtol=1e-4, atol=1e-9)
 
-
-# ---------------------------------------------------------------- what a run says
-
+# ---- what a run says
 STUDENT, FAKE = ["loss", "dm", "gan_g"], ["loss_fake", "dsm", "gan_d", "r1"]
 
-
 def test_log_lines_have_fixed_keys_and_means_over_their_window(capsys):
-    method = load("dmd2")
-    ones = run.run(method, config(method, update_ratio=2, max_iter=10, r1_weight=0.1, name="ones")).lines
+    method, cfg = setup("dmd2", update_ratio=2, max_iter=10, r1_weight=0.1)
+    ones = run.run(method, cfg | dict(name="ones")).lines
     capsys.readouterr()
-    # the second window begins with a turn of the student's
-    cfg = config(method, update_ratio=2, max_iter=10, r1_weight=0.1, log_every=5, log_level="info")
-    fives = run.run(method, cfg).lines
+    fives = run.run(method, cfg | dict(log_every=5, log_level="info")).lines
     rates = ["norm", "norm_fake", "lr", "lr_fake"]
-    for line, window in zip(fives, (ones[:5], ones[5:])):
+    for line, window in zip(fives, (ones[:5], ones[5:])):   # the second begins with the student's turn
         assert set(line) == {"it", *STUDENT, *FAKE, *rates, *run.TIMING}
         for key in (*STUDENT, *FAKE, *rates):           # its own turns only
             turns = [one[key] for one in window if key in one]
@@ -445,9 +328,8 @@ def test_log_lines_have_fixed_keys_and_means_over_their_window(capsys):
     for line, done in zip(text, (5, 10)):                # in this order whoever's turn came first
         assert re.fullmatch(rf"it {done:06d}/000010 \| " + pattern, line), line
 
-
 def test_times_are_per_iteration_of_the_window_also_after_a_resume(monkeypatch):
-    method, now = load("sft"), [0.0]
+    (method, cfg), now = setup("sft", max_iter=20, log_every=4), [0.0]
     step = method.step
 
     def second(nets, batch, it, cfg):
@@ -456,18 +338,15 @@ def test_times_are_per_iteration_of_the_window_also_after_a_resume(monkeypatch):
 
     method.step = second
     monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    cfg = config(method, max_iter=20, log_every=4)
     run.run(method, cfg | dict(stop_at=5))
     lines = run.run(method, cfg | dict(stop_at=7)).lines
-    assert [line["it"] for line in lines] == [4, 5, 7]
-    assert [(line["ms_per_it"], line["img_per_s"]) for line in lines] == [(1000.0, 8.0)] * 3
+    assert [(line["it"], line["ms_per_it"], line["img_per_s"]) for line in lines] == [
+        (it, 1000.0, 8.0) for it in (4, 5, 7)]
     assert run.run(method, cfg).lines[-4]["eta_s"] == 12                # at 8: 12 iterations are left
 
-
 def test_val_settings_validate_under_changed_keys():
-    method = load("dmd2")
-    cfg = config(method, max_iter=2, update_ratio=1, val_every=2, val_batches=2,
-                 val_settings=("guidance=2", "guidance=0.5;dm_t_max=9"))
+    method, cfg = setup("dmd2", max_iter=2, update_ratio=1, val_every=2, val_batches=2,
+                        val_settings=("guidance=2", "guidance=0.5;dm_t_max=9"))
     lines = [line for line in run.run(method, cfg).lines if "val/student/dm" in line]
     changed = cfg | dict(val_settings=(), name="changed", guidance=0.5, dm_t_max=9.0)
     alone = run.run(method, changed).lines[0]
@@ -478,15 +357,11 @@ def test_val_settings_validate_under_changed_keys():
     first = lines[0]
     assert first["val/student/dm"] == 0 < first["val/guidance=2/student/dm"]    # fake score = teacher
     assert first["val/guidance=0.5;dm_t_max=9/student/dm"] == alone["val/student/dm"]
-    for entry, words in (("guidanc=2", "--val_settings names 'guidanc'"), ("guidance=x", "does not fit")):
-        assert words in refused(run.run, method, cfg | dict(val_settings=(entry,)))
-
 
 def test_wandb_is_off_without_a_key_or_the_package_and_never_asks(tmp_path, monkeypatch):
-    for key in ("WANDB_API_KEY", "WANDB_MODE"):
+    for key in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     said = []
 
@@ -501,15 +376,13 @@ def test_wandb_is_off_without_a_key_or_the_package_and_never_asks(tmp_path, monk
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert start("") is None and "pip install wandb" in said[-1]
 
-
-def test_wandb_is_told_every_line_and_continues_under_its_id(tmp_path, monkeypatch):
+def test_wandb_is_told_every_line_and_continues_under_its_id(monkeypatch):
     inits, told = [], []
     fake = SimpleNamespace(
         init=lambda **kw: inits.append(kw), log=lambda values, step: told.append((step, values)),
         Settings=lambda **kw: kw, finish=lambda: None, Image=lambda file: file)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    method = load("sft")
-    cfg = config(method, max_iter=4, wandb="offline", sample_every=4, val_every=4)
+    method, cfg = setup("sft", max_iter=4, wandb="offline", sample_every=4, val_every=4)
     for stop_at in (2, 4):
         out = run.run(method, cfg | dict(stop_at=stop_at))
     first, second = inits
@@ -519,15 +392,12 @@ def test_wandb_is_told_every_line_and_continues_under_its_id(tmp_path, monkeypat
     assert [(step, values["samples"]) for step, values in told if "samples" in values] == [
         (n, str(out.folder / "samples" / f"{n:07d}.png")) for n in (0, 4)]
 
-
 def wandb_offline():
-    method, said = load("sft"), []
-    cfg = config(method, max_iter=4, wandb="offline", sample_every=2)
+    (method, cfg), said = setup("sft", max_iter=4, wandb="offline", sample_every=2), []
     for stop_at in (2, 4):
         out = run.run(method, cfg | dict(stop_at=stop_at))
         said.append((out.folder / "wandb_id.txt").read_text())
     return said, sorted(f.name for f in (out.folder / "wandb").glob("offline-run-*"))
-
 
 @pytest.mark.slow
 def test_wandb_offline_continues_under_its_id(tmp_path, monkeypatch):
@@ -536,27 +406,28 @@ def test_wandb_offline_continues_under_its_id(tmp_path, monkeypatch):
     assert ids[0] == ids[1] and len(ids[0].strip()) >= 8
     assert runs and all(name.endswith(ids[0].strip()) for name in runs)
 
-
-# ---------------------------------------------------------------- sources
-
-def test_a_run_is_a_source_of_its_student_and_its_emas(outputs):
+# ---- sources
+def test_a_run_is_a_source_of_its_student_and_its_emas():
     sft = load("sft")
     first = run.run(sft, config(sft, max_iter=4, save_every=2, ema=EMAS)).folder
+
+    def start(source, it, kind, key, **changes):
+        """A run whose teacher must be what the checkpoint of iteration `it` holds."""
+        method, cfg = setup("dmd2", teacher=f"{first}{source}", max_iter=1, name=f"from_{key}")
+        cfg |= changes
+        result = run.run(method, cfg)
+        assert differing(dict(result.nets["teacher"].state_dict()), saved(first, it)[kind][key]) == []
+        return cfg["teacher"], result.folder
+
     for entry, kind, key in (("", "nets", "student"), ("#ema", "emas", "ema"),
                              ("#ema_power", "emas", "ema_power")):
-        method = load("dmd2")
-        cfg = config(method, teacher=f"{first}{entry}", max_iter=1, name=f"from_{key}")
-        result = run.run(method, cfg)
-        assert differing(dict(result.nets["teacher"].state_dict()), saved(first, 4)[kind][key]) == []
-        pinned = json.loads((result.folder / "config.json").read_text())["sources"][cfg["teacher"]]
-        assert pinned == saved(result.folder, 1)["sources"][cfg["teacher"]]
+        source, folder = start(entry, 4, kind, key)
+        pinned = json.loads((folder / "config.json").read_text())["sources"][source]
+        assert pinned == saved(folder, 1)["sources"][source]
         assert pinned["it"] == 4 and pinned["file"].endswith("0000004.pth")
     run.run(sft, config(sft, max_iter=6, ema=EMAS))     # the source goes on; a resume keeps to iteration 4
-    result = run.run(method, cfg | dict(max_iter=2))
-    assert differing(dict(result.nets["teacher"].state_dict()), saved(first, 4)["emas"]["ema_power"]) == []
-    one = run.run(method, cfg | dict(max_iter=1, name="one", teacher=f"{first}/checkpoints/0000002.pth#ema"))
-    assert differing(dict(one.nets["teacher"].state_dict()), saved(first, 2)["emas"]["ema"]) == []
-
+    start("#ema_power", 4, "emas", "ema_power", max_iter=2)
+    start("/checkpoints/0000002.pth#ema", 2, "emas", "ema", name="one")
 
 def test_a_source_that_does_not_fit_is_named(tmp_path):
     method = load("dmd2")
@@ -570,16 +441,17 @@ def test_a_source_that_does_not_fit_is_named(tmp_path):
     def start(source):
         return run.run(method, config(method, max_iter=1, name="fit", teacher=str(tmp_path / source)))
 
-    for source in ("two.pth", "two.pth#c"):
-        assert re.search(r"two\.pth has no entry (c|\(none given\)); it has a, b: write the source as "
-                         r"path#entry", refused(start, source))
-    assert re.search(r"whole\.pth has no entry ema; it has plain weights", refused(start, "whole.pth#ema"))
-    assert re.search(r"weights of teacher \(.*missing\.pth\) do not fit the net: 1 missing \(out\.weight\)",
-                     refused(start, "missing.pth"))
-    assert "1 unknown (extra)" in refused(start, "unknown.pth")
-    assert re.search(r"1 misshapen \(out\.weight \(2, 24\) for \(4, 24\)\)", refused(start, "misshapen.pth"))
+    entries = r"it has a, b: write the source as path#entry"
+    for source, words in {
+        "two.pth": rf"two\.pth has no entry \(none given\); {entries}",
+        "two.pth#c": rf"two\.pth has no entry c; {entries}",
+        "whole.pth#ema": r"whole\.pth has no entry ema; it has plain weights",
+        "missing.pth": r"weights of teacher \(.*missing\.pth\) do not fit the net: 1 missing \(out\.weight\)",
+        "unknown.pth": r"1 unknown \(extra\)",
+        "misshapen.pth": r"1 misshapen \(out\.weight \(2, 24\) for \(4, 24\)\)",
+    }.items():
+        assert re.search(words, refused(start, source))
     assert differing(dict(start("two.pth#b").nets["teacher"].state_dict()), dict(whole)) == []
-
 
 def test_a_source_that_changed_since_the_start_is_refused_on_resume(tmp_path):
     method, file = load("dmd2"), tmp_path / "teacher.pth"
