@@ -12,103 +12,81 @@ import run
 import train
 import trainer
 from common import BadInput
-from run import batch_of, config, differing, gradients, load, nets_of, phases, turn
+from run import assert_alike, batch_of, config, differing, gradients, load, nets_of, phases, setup, turn
 
-every_method = pytest.mark.parametrize("name", run.METHODS)
 # key that weighs a logged part, where it is not <part>_weight (no such key: 1); None: logged only
 WEIGHS = dict(dmd2=dict(gan_g="gan_weight", gan_d="gan_d_weight"))
 
-@pytest.fixture(autouse=True)
-def outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path / "outputs"))
-
 def one_step(method, nets, cfg, it, batch=None, seed=0):
     """Loss, logs and gradients of iteration `it` after a reseed, without an update."""
-    opts = method.optimizers(nets, cfg)
-    turn(nets, opts, method.phase(it, cfg))
+    turn(nets, method.optimizers(nets, cfg), method.phase(it, cfg))
     common.seed_default(seed)
     loss, logs = method.step(nets, batch or batch_of(cfg), it, cfg)
     loss.backward()
     return loss, logs, gradients(nets)
 
-# ---- every method
-@every_method
-def test_a_step_is_a_finite_scalar_with_gradients_for_its_optimizer_alone(name):
-    method = load(name)
-    cfg = config(method)
-    nets = nets_of(method, cfg)
-    names = {p: f"{n}.{k}" for n, net in nets.items() for k, p in net.named_parameters()}
-    owned = {phase: {names[p] for g in opt.param_groups for p in g["params"]}
-             for phase, opt in method.optimizers(nets, cfg).items()}
-    assert set(phases(method, cfg)) == set(owned)
-    for phase, it in phases(method, cfg).items():
-        loss, logs, grads = one_step(method, nets, cfg, it)
-        assert loss.shape == () and loss.isfinite() and logs
-        assert all(v.shape == () and v.isfinite() for v in map(torch.as_tensor, logs.values())), logs
-        assert set(grads) == owned[phase]
-        assert all(g.isfinite().all() for g in grads.values())
-
-@every_method
-def test_an_iteration_moves_every_tensor_of_its_phase_and_no_other(name, monkeypatch):
-    method, nets, seen = load(name), {}, []
-    step = method.step
-    method.step = lambda given, *args: nets.update(given) or step(given, *args)
-    monkeypatch.setattr(trainer, "average_gradients", lambda params, *rest: seen.append(
-        ({*params}, {p for net in nets.values() for p in net.parameters() if p.grad is not None})))
-    cfg = config(method, save_every=1, weight_decay=0.0, warmup=0, lr_schedule="constant")
-    start = {n: net.state_dict() for n, net in nets_of(method, cfg).items()}
-    result = run.run(method, cfg)
-    assert len(seen) == 12 and all(owned == with_gradient for owned, with_gradient in seen)
-    owned = {phase: {id(p) for g in opt.param_groups for p in g["params"]}
-             for phase, opt in method.optimizers(result.nets, cfg).items()}
-    owners = {n: phase for n, net in result.nets.items() for phase, ids in owned.items()
-              if any(id(p) in ids for p in net.parameters())}
-    before = start
-    for it in range(cfg["max_iter"]):
-        after = run.saved(result.folder, it + 1)["nets"]
-        moved = {n for n in after if differing(before[n], after[n])}
-        assert moved == {n for n, phase in owners.items() if phase == method.phase(it, cfg)}, it
-        before = after
-    trained = {n: dict(net.named_parameters()) for n, net in result.nets.items() if n in owners}
-    still = [f"{n}.{k}" for n, ps in trained.items() for k, p in ps.items() if torch.equal(p, start[n][k])]
-    assert not still
-    frozen = [n for n in result.nets if n not in owners]
-    assert differing({n: start[n] for n in frozen}, {n: result.nets[n].state_dict() for n in frozen}) == []
-    assert not {*frozen} & {*after}                     # and a checkpoint does not carry them
-
-@every_method
-def test_the_loss_is_the_weighted_sum_of_its_logged_parts(name):
-    method = load(name)
-    cfg = config(method)
-    cfg |= {key: value for key, value in zip(weights_of(method), (0.5, 3.0, 7.0, 11.0, 13.0))}
-    nets = nets_of(method, cfg)
-    for it in phases(method, cfg).values():
-        loss, logs, _ = one_step(method, nets, cfg, it)
-        keys = {part: WEIGHS.get(name, {}).get(part, f"{part}_weight") for part in logs}
-        total = sum(torch.as_tensor(value).item() * cfg.get(keys[part], 1.0)
-                    for part, value in logs.items() if keys[part])
-        assert loss.item() == pytest.approx(total, rel=1e-6)
+def owned(opts, names):
+    """{phase: what `names` says of each parameter that its optimizer holds}"""
+    return {phase: {names[p] for g in opt.param_groups for p in g["params"]} for phase, opt in opts.items()}
 
 def weights_of(method):
     return [k for k, v in method.config.items() if k.endswith("_weight") and isinstance(v, (int, float))]
 
+# ---- every method
+def test_a_step_is_a_finite_weighted_sum_of_its_parts_with_gradients_for_its_optimizer_alone(name):
+    method = load(name)
+    for weights in ((), (0.5, 3.0, 7.0, 11.0, 13.0)):   # the method's own, and others
+        cfg = config(method, **dict(zip(weights_of(method), weights)))
+        nets = nets_of(method, cfg)
+        names = {p: f"{n}.{k}" for n, net in nets.items() for k, p in net.named_parameters()}
+        in_optimizer = owned(method.optimizers(nets, cfg), names)
+        assert set(phases(method, cfg)) == set(in_optimizer)
+        for phase, it in phases(method, cfg).items():
+            loss, logs, grads = one_step(method, nets, cfg, it)
+            assert loss.shape == () and loss.isfinite() and logs
+            assert all(v.shape == () and v.isfinite() for v in map(torch.as_tensor, logs.values())), logs
+            keys = {part: WEIGHS.get(name, {}).get(part, f"{part}_weight") for part in logs}
+            total = sum(torch.as_tensor(value).item() * cfg.get(keys[part], 1.0)
+                        for part, value in logs.items() if keys[part])
+            assert loss.item() == pytest.approx(total, rel=1e-6)
+            assert set(grads) == in_optimizer[phase] and all(g.isfinite().all() for g in grads.values())
+
+def test_an_iteration_moves_every_tensor_of_its_phase_and_no_other(name, monkeypatch):
+    method, cfg = setup(name, save_every=1, weight_decay=0.0, warmup=0, lr_schedule="constant")
+    nets, seen, step = {}, [], method.step
+    method.step = lambda given, *args: nets.update(given) or step(given, *args)
+    monkeypatch.setattr(trainer, "average_gradients", lambda params, *rest: seen.append(
+        ({*params}, {p for net in nets.values() for p in net.parameters() if p.grad is not None})))
+    start = {n: net.state_dict() for n, net in nets_of(method, cfg).items()}
+    result = run.run(method, cfg)
+    assert len(seen) == 12 and all(of_phase == with_gradient for of_phase, with_gradient in seen)
+    net_of = {p: n for n, net in result.nets.items() for p in net.parameters()}
+    turns = owned(method.optimizers(result.nets, cfg), net_of)
+    before = start
+    for it in range(cfg["max_iter"]):
+        after = run.saved(result.folder, it + 1)["nets"]
+        assert {n for n in after if differing(before[n], after[n])} == turns[method.phase(it, cfg)], it
+        before = after
+    trained = set().union(*turns.values())
+    assert not [f"{n}.{k}" for n in trained for k, p in result.nets[n].named_parameters()
+                if torch.equal(p, start[n][k])]
+    frozen = {*result.nets} - trained
+    assert differing({n: start[n] for n in frozen}, {n: result.nets[n].state_dict() for n in frozen}) == []
+    assert not frozen & {*after}                        # and a checkpoint does not carry them
+
 @pytest.mark.parametrize("name, key", [(name, key) for name in run.METHODS for key in weights_of(load(name))])
 def test_a_weight_reaches_the_gradients_and_0_makes_no_call(name, key):
-    method = load(name)
-    found = {}
+    calls, grads = [], []
     for weight in (0.0, 1.0, 100.0):
-        cfg = config(method, **{key: weight})
+        method, cfg = setup(name, **{key: weight})
         nets = nets_of(method, cfg)
-        calls = trainer.watch_calls(nets)
-        grads = {it: one_step(method, nets, cfg, it)[2] for it in phases(method, cfg).values()}
-        found[weight] = calls, grads
-    assert len(found[0.0][0]) < len(found[1.0][0]) == len(found[100.0][0])
-    assert differing(found[0.0][1], found[1.0][1]) and differing(found[1.0][1], found[100.0][1])
+        calls.append(trainer.watch_calls(nets))
+        grads.append({it: one_step(method, nets, cfg, it)[2] for it in phases(method, cfg).values()})
+    assert len(calls[0]) < len(calls[1]) == len(calls[2])
+    assert differing(grads[0], grads[1]) and differing(grads[1], grads[2])
 
-@every_method
 def test_a_sample_keeps_shape_and_dtype_and_depends_on_seed_and_id_alone(name):
-    method = load(name)
-    cfg = config(method)
+    method, cfg = setup(name)
     net = nets_of(method, cfg)["student"].eval()
 
     def draw(ids, seed=3):
@@ -123,20 +101,17 @@ def test_a_sample_keeps_shape_and_dtype_and_depends_on_seed_and_id_alone(name):
     for other in (draw([3], seed=4), draw([13])):       # 13: another id of the same class
         assert (other - x[3]).abs().max() > 0.01 * x.abs().max()
 
-@every_method
 def test_a_copied_file_runs_from_any_folder_by_its_path(name, tmp_path, monkeypatch):
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    copy = folder / "mine.py"
-    copy.write_text(load(name).path.read_text() + '\nconfig["max_iter"] = 2\n')
+    (folder / "mine.py").write_text(load(name).path.read_text() + '\nconfig["max_iter"] = 2\n')
     monkeypatch.chdir(folder)
-    method = train.load_method("mine.py")
-    cfg = config(load(name))
+    method, cfg = train.load_method("mine.py"), config(load(name))
     argv = [f"--{key}={cfg[key]}" for key in {*run.TINY, *run.EXTRA.get(name, {}), "teacher"} - {"max_iter"}]
     mine, changed, _ = train.resolve(method, argv)
     trainer.train(method, mine, changed)
     out = tmp_path / "outputs" / "fewstep" / "tests" / "mine"
-    assert (out / "method.py").read_bytes() == copy.read_bytes()
+    assert (out / "method.py").read_bytes() == (folder / "mine.py").read_bytes()
     written = json.loads((out / "config.json").read_text())
     assert written["method"] == "mine" and written["max_iter"] == 2 and run.saved(out, 2)["it"] == 2
     for (owner, preset), values in train.recipes.presets.items():   # the original's presets are found
@@ -144,41 +119,32 @@ def test_a_copied_file_runs_from_any_folder_by_its_path(name, tmp_path, monkeypa
             mine = train.resolve(method, ["--preset", preset])[0]
             assert mine | values == mine
 
-@every_method
 def test_validation_and_samples_disturb_nothing(name):
     method = load(name)
     step, seen = method.step, []
 
     def watched(nets, batch, it, cfg):
-        modes = {n: net.training for n, net in nets.items()}
-        seen.append((torch.is_grad_enabled(), modes))
+        seen.append((torch.is_grad_enabled(), {n: net.training for n, net in nets.items()}))
         return step(nets, batch, it, cfg)
 
     as_built = {n: net.training for n, net in method.build(config(method, classes=10)).items()}
     method.step = watched
     plain = run.run(method, config(method, name="plain"))
-    assert {json.dumps(s) for s in seen} == {json.dumps((True, as_built))} and as_built["student"]
-    seen.clear()
     looked = run.run(method, config(method, name="looked", val_every=2, sample_every=3))
-    judged = [modes for grad, modes in seen if not grad]
+    trained, judged = ([modes for grad, modes in seen if grad == kind] for kind in (True, False))
+    assert as_built["student"] and trained == [as_built] * 24
     assert len(judged) == 7 * len(phases(method, config(method))) and not any(any(m.values()) for m in judged)
-    assert {json.dumps(s) for s in seen if s[0]} == {json.dumps((True, as_built))}
-
-    training = [line for line in looked.lines if not any(k.startswith("val/") for k in line)]
-    a, b = ([{k: v for k, v in line.items() if k not in run.TIMING} for line in lines]
-            for lines in (plain.lines, training))
-    assert a == b and len(a) == 12
+    training = [line for line in looked.lines if "norm" in " ".join(line)]
+    assert len(training) == 12
+    assert_alike(plain.lines, training)
     assert differing(run.saved(plain.folder, 12)["nets"], run.saved(looked.folder, 12)["nets"]) == []
-    validated = [line["it"] for line in looked.lines if any(k.startswith("val/") for k in line)]
-    assert validated == [0, 2, 4, 6, 8, 10, 12]
+    assert run.its(looked.lines, "val/") == [0, 2, 4, 6, 8, 10, 12]
     grids = sorted(f.name for f in (looked.folder / "samples").iterdir())
     assert grids == [f"{n:07d}.png" for n in (0, 3, 6, 9, 12)]
 
-@every_method
 def test_pictures_change_with_the_weights_and_with_nothing_else(name):
-    method = load(name)
-    cfg = config(method, sample_every=2, max_iter=4, lr=0.03, lr_schedule="constant", warmup=0,
-                 ema=("ema:0",))
+    method, cfg = setup(name, sample_every=2, max_iter=4, lr=0.03, lr_schedule="constant", warmup=0,
+                        ema=("ema:0",))
     cfg |= dict(update_ratio=1) if "update_ratio" in cfg else {}
     grids = [(run.run(method, cfg | dict(name=n)).folder / "samples") for n in ("a", "b")]
     first, second = [[(g / f"{it:07d}.png").read_bytes() for it in (0, 2, 4)] for g in grids]
@@ -188,37 +154,23 @@ def test_pictures_change_with_the_weights_and_with_nothing_else(name):
 def two_ranks(names):
     """On one of two ranks: every method with one and two micro-steps; what DMD2 draws."""
     result = {}
-    for name in names:
-        for accum in (1, 2):
-            method = load(name)
-            out = run.run(method, config(method, max_iter=20, accum=accum, name=f"{name}_2x{accum}"))
-            result[name, accum] = out.lines, {n: net.state_dict() for n, net in out.nets.items()}
+    for name, accum in ((name, accum) for name in names for accum in (1, 2)):
+        out = run.run(*setup(name, max_iter=20, accum=accum, name=f"{name}_2x{accum}"))
+        result[name, accum] = out.lines, {n: net.state_dict() for n, net in out.nets.items()}
     return result, drawn("dmd2", accum=2, steps=3, update_ratio=1, max_iter=24, t_dist="lognormal")
 
 def drawn(name, **changes):
     """(exit steps, noise levels, noise) of a run, one entry per call."""
-    exits, times, noises = [], [], []
-    rollout, sample_t, add_noise = common.rollout, common.sample_t, common.add_noise
-
-    def watch_rollout(x0_of, noise, ts, schedule, kind, n):
-        exits.append(n)
-        return rollout(x0_of, noise, ts, schedule, kind, n)
-
-    def watch_t(n, *args, **kw):
-        times.append(sample_t(n, *args, **kw))
-        return times[-1]
-
-    def watch_noise(schedule, x0, eps, t):
-        noises.append(eps.sum().item())
-        return add_noise(schedule, x0, eps, t)
-
-    try:
-        common.rollout, common.sample_t, common.add_noise = watch_rollout, watch_t, watch_noise
-        method = load(name)
-        run.run(method, config(method, **changes))
-    finally:
-        common.rollout, common.sample_t, common.add_noise = rollout, sample_t, add_noise
-    return exits, torch.cat(times).tolist(), noises
+    seen = dict(rollout=[], sample_t=[], add_noise=[])
+    with pytest.MonkeyPatch.context() as patch:
+        for name_of, calls in seen.items():
+            def watch(*args, f=getattr(common, name_of), calls=calls, **kw):
+                calls.append((args, f(*args, **kw)))
+                return calls[-1][1]
+            patch.setattr(common, name_of, watch)
+        run.run(*setup(name, **changes))
+    return ([args[5] for args, _ in seen["rollout"]], torch.cat([t for _, t in seen["sample_t"]]).tolist(),
+            [args[2].sum().item() for args, _ in seen["add_noise"]])
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
@@ -226,41 +178,23 @@ def launched(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path_factory.mktemp("two_ranks")))
         for name in run.METHODS:
-            config(load(name))                          # makes the toy teachers
+            setup(name)                                 # makes the toy teachers
         return run.ranks(2, two_ranks, run.METHODS)
 
-@every_method
 @pytest.mark.parametrize("accum", [1, 2])
 def test_w_ranks_times_a_micro_steps_compute_what_one_rank_does_in_w_a(name, accum, launched):
     (results, _), (others, _) = launched
     lines, nets = results[name, accum]
     assert differing(nets, others[name, accum][1]) == []            # replicas stay bit-identical
-    method = load(name)
-    alone = run.run(method, config(method, max_iter=20, accum=2 * accum))
-    assert [line["it"] for line in alone.lines] == [line["it"] for line in lines] == list(range(1, 21))
-    for ours, theirs in zip(alone.lines, lines):
-        assert set(ours) == set(theirs)
-        for key in {*ours} - {*run.TIMING}:
-            assert theirs[key] == pytest.approx(ours[key], rel=1e-5), (ours["it"], key)
+    alone = run.run(*setup(name, max_iter=20, accum=2 * accum))
+    assert run.its(lines, "it") == list(range(1, 21))
+    assert_alike(alone.lines, lines, rel=1e-5)
 
 def test_exit_steps_agree_over_ranks_while_times_and_noise_differ(launched):
     (exits, *draws), (exits1, *draws1) = launched[0][1], launched[1][1]
     assert exits == exits1 and set(exits) == {0, 1, 2}
     for ours, others in zip(draws, draws1):             # no value twice over ranks, micro-steps, iterations
         assert len(ours) == len(others) >= 48 and len({*ours, *others}) == 2 * len(ours)
-
-def test_accumulation_averages():
-    method = load("sft")
-
-    def plain(nets, batch, it, cfg):                    # no draw: a slice's loss depends on its samples alone
-        loss = nets["student"](batch["x0"], torch.ones(len(batch["x0"])), batch["cond"]).square().mean()
-        return loss, dict(dsm=loss)
-
-    method.step = plain
-    whole, cut = (run.run(method, config(method, accum=n, name=f"accum{n}", dropout=0.0)) for n in (1, 4))
-    for a, b in zip(whole.lines, cut.lines):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-        assert b["norm"] == pytest.approx(a["norm"], rel=1e-4)
 
 # ---- oracles: Gaussian data
 class Gauss(torch.nn.Module):
@@ -302,8 +236,7 @@ def labelled(x0):
     ("rf", "eps", 0.4, 0.36 * 0.25 / (0.36 * 0.25 + 0.16)),
 ])
 def test_sft_at_the_exact_denoiser_of_gaussian_data_has_its_known_minimum(schedule, pred, t, minimum):
-    method = load("sft")
-    cfg = config(method, t_dist="uniform", t_min=t, t_max=t + 1e-6, cond_dropout=0.0)
+    method, cfg = setup("sft", t_dist="uniform", t_min=t, t_max=t + 1e-6, cond_dropout=0.0)
     torch.manual_seed(0)
     batch = labelled(0.5 * torch.randn(64, 1, 64, 64))
 
@@ -314,47 +247,42 @@ def test_sft_at_the_exact_denoiser_of_gaussian_data_has_its_known_minimum(schedu
     assert loss(0.5) == pytest.approx(minimum, rel=0.01)
     assert loss(0.5) < min(loss(0.45), loss(0.55))
 
-@pytest.mark.parametrize("p, dropped", [(0.0, 0.0), (1.0, 1.0), (0.3, 0.3)])
-def test_sft_drops_the_condition_with_its_probability(p, dropped):
-    method = load("sft")
-    cfg = config(method, cond_dropout=p, batch_size=1500)
+@pytest.mark.parametrize("p", [0.0, 1.0, 0.3])
+def test_sft_drops_the_condition_with_its_probability(p):
+    method, cfg = setup("sft", cond_dropout=p, batch_size=1500)
     nets, batch, seen = nets_of(method, cfg), batch_of(cfg), []
     nets["student"].register_forward_pre_hook(lambda net, args: seen.append(args[2]["label"]))
     common.seed_default(0)
     method.step(nets, batch, 0, cfg)
     gone = seen[0] == -1
-    assert gone.float().mean().item() == pytest.approx(dropped, abs=0.04 * (0 < p < 1))
+    assert gone.float().mean().item() == pytest.approx(p, abs=0.04 * (0 < p < 1))
     assert torch.equal(seen[0][~gone], batch["cond"]["label"][~gone])
 
 # ---- DMD2
 def dmd2(**changes):
-    """method, config, nets of a fresh start, its = student's and fake score's first iteration."""
-    method = load("dmd2")
-    cfg = config(method, **changes)
-    return SimpleNamespace(method=method, cfg=cfg, nets=nets_of(method, cfg), **phases(method, cfg))
+    """method, config, nets of a fresh start, one_step as step(it), first iterations of student and fake."""
+    method, cfg = setup("dmd2", **changes)
+    nets = nets_of(method, cfg)
+    return SimpleNamespace(method=method, cfg=cfg, nets=nets, **phases(method, cfg),
+                           step=lambda it: one_step(method, nets, cfg, it))
 
 def test_dmd2_students_come_last_of_every_update_ratio_plus_one():
-    method = load("dmd2")
-    turns = [method.phase(it, dict(update_ratio=5)) for it in range(60)]
+    turns = [load("dmd2").phase(it, dict(update_ratio=5)) for it in range(60)]
     assert [it for it in range(20) if turns[it] == "student"] == [5, 11, 17]
     assert Counter(turns) == dict(student=10, fake=50)
     with pytest.raises(BadInput, match="update_ratio 0 must be at least 1"):
         dmd2(update_ratio=0)
 
-def test_dmd2_counts_its_turns_also_over_a_resume_and_its_ema_moves_on_the_students(monkeypatch):
-    method = load("dmd2")
-    cfg = config(method, update_ratio=5, max_iter=20, accum=2, save_every=1, ema=("ema:0.5",))
-    first = run.run(method, cfg | dict(stop_at=13))
+def test_dmd2_counts_its_turns_also_over_a_resume_and_its_ema_moves_on_the_students(outputs):
+    method, cfg = setup("dmd2", update_ratio=5, max_iter=20, accum=2, save_every=1, ema=("ema:0.5",))
+    run.run(method, cfg | dict(stop_at=13))
     seen, step = [], method.step
     method.step = lambda nets, batch, it, cfg: seen.append(it) or step(nets, batch, it, cfg)
     run.run(method, cfg)
     assert seen == [it for it in range(13, 20) for _ in range(2)]
-    assert {it for it in seen if method.phase(it, cfg) == "student"} == {17}
-    states = [run.saved(first.folder, n) for n in range(1, 21)]
-    assert states[12]["counts"] == dict(student=2, fake=11)
-    assert states[19]["counts"] == dict(student=3, fake=17)
-    moved = [n for n in range(1, 20) if differing(states[n - 1]["emas"], states[n]["emas"])]
-    assert moved == [5, 11, 17]
+    states = [run.saved(outputs / "dmd2", n) for n in range(1, 21)]
+    assert [states[n]["counts"] for n in (12, 19)] == [dict(student=2, fake=11), dict(student=3, fake=17)]
+    assert [n for n in range(1, 20) if differing(states[n - 1]["emas"], states[n]["emas"])] == [5, 11, 17]
 
 @pytest.mark.parametrize("changes, student, fake", [        # nets called, in either phase
     (dict(gan_weight=0.0), "student fake teacher", "student fake"),
@@ -373,26 +301,25 @@ def test_dmd2_calls_each_net_as_often_as_its_docstring_says(changes, student, fa
     calls = trainer.watch_calls(d.nets)
     for it, expected in ((d.student, student), (d.fake, fake)):
         calls.clear()
-        one_step(d.method, d.nets, d.cfg, it)
+        d.step(it)
         short = [dict(fake_score="fake", discriminator="D").get(c, c) for c in calls]
         assert sorted(short) == sorted(expected.split())
 
 def test_dmd2_pulls_nowhere_while_the_fake_score_is_the_teacher():
     d = dmd2(gan_weight=0.0)
-    loss, _, grads = one_step(d.method, d.nets, d.cfg, d.student)
+    loss, _, grads = d.step(d.student)
     assert loss == 0 and len(grads) == len(list(d.nets["student"].parameters()))
     assert not any(g.any() for g in grads.values())
     with torch.no_grad():                               # and somewhere once it is not
         d.nets["fake_score"].out.weight.mul_(1.1)
-    loss, _, grads = one_step(d.method, d.nets, d.cfg, d.student)
+    loss, _, grads = d.step(d.student)
     assert loss > 0 and all(g.any() for g in grads.values())
 
 def test_dmd2_student_gradient_is_the_closed_form_on_gaussians():
     """E[(F - T) z] = alpha^2 sigma^2 (q^2 - s^2) q / (V_q V_s), V_q = alpha^2 q^2 + sigma^2: 0.254224 at
     alpha 0.8, sigma 0.6, q 0.9, s 0.5. w is the same for every sample if a sample has many elements."""
     t = math.acos(0.8)
-    method = load("dmd2")
-    cfg = config(method, t_dist="uniform", dm_t_min=t, dm_t_max=t + 1e-9, gan_weight=0.0)
+    method, cfg = setup("dmd2", t_dist="uniform", dm_t_min=t, dm_t_max=t + 1e-9, gan_weight=0.0)
     nets = dict(student=Affine(0.9, schedule="trig"), teacher=Gauss(0.0, 0.5, "trig"),
                 fake_score=Gauss(0.0, 0.9, "trig"))
     common.seed_default(0)
@@ -404,25 +331,28 @@ def test_dmd2_student_gradient_is_the_closed_form_on_gaussians():
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 def test_dmd2_student_converges_to_the_guided_gaussian(guidance):
     """Data N(m, s^2), unconditionally N(0, s^2): under guidance w the target is N(w m, s^2)."""
-    m, s = 0.4, 0.5
-    method = load("dmd2")
-    cfg = config(method, gan_weight=0.0, guidance=guidance, update_ratio=2, lr=1e-2, lr_fake=2e-2,
-                 weight_decay=0.0)
+    m, s, path = 0.4, 0.5, []
+    method, cfg = setup("dmd2", gan_weight=0.0, guidance=guidance, update_ratio=2, lr=1e-2, lr_fake=2e-2,
+                        weight_decay=0.0)
     nets = dict(student=Affine(1.0, 0.0), teacher=Gauss(m, s), fake_score=Gauss(0.0, 1.0, learn=True))
-    opts = method.optimizers(nets, cfg)
-    batch = labelled(torch.zeros(64, 1, 16, 16))
+    opts, batch = method.optimizers(nets, cfg), labelled(torch.zeros(64, 1, 16, 16))
     torch.manual_seed(0)
-    path = []
     for it in range(1000):
         phase = method.phase(it, cfg)
         turn(nets, opts, phase)
         method.step(nets, batch, it, cfg)[0].backward()
         opts[phase].step()
         path.append((nets["student"].q.item(), nets["student"].b.item()))
-    q, b = torch.tensor(path[-200:]).mean(0).tolist()
-    assert q == pytest.approx(s, abs=0.01) and b == pytest.approx(guidance * m, abs=0.01)
+    assert torch.tensor(path[-200:]).mean(0).tolist() == pytest.approx([s, guidance * m], rel=1e-9, abs=0.01)
 
 def test_dmd2_builds_a_graph_of_the_student_alone():
+    def saved_elements(f):
+        """Number of tensor elements that autograd keeps for the backward pass of f."""
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            f()
+        return sum(sizes)
+
     d = dmd2(gan_weight=0.0)
     turn(d.nets, d.method.optimizers(d.nets, d.cfg), "student")
     batch = batch_of(d.cfg)
@@ -432,45 +362,32 @@ def test_dmd2_builds_a_graph_of_the_student_alone():
     step = saved_elements(lambda: d.method.step(d.nets, batch, d.student, d.cfg))
     assert alone > 100 * x.numel() and alone <= step < alone + 10 * x.numel()
 
-def saved_elements(f):
-    """Number of tensor elements that autograd keeps for the backward pass of f."""
-    sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
-        f()
-    return sum(sizes)
-
 @pytest.mark.parametrize("features", ["fake_score", "teacher"])
 def test_dmd2_gan_trains_the_fake_score_only_where_the_features_are_its_own(features):
-    grads, student = [], []
-    for weight in (1.0, 100.0):
-        d = dmd2(gan_features=features, gan_d_weight=weight, gan_weight=weight, r1_weight=weight)
-        student.append(one_step(d.method, d.nets, d.cfg, d.student)[2])
-        grads.append(one_step(d.method, d.nets, d.cfg, d.fake)[2])
-    apart = {path.split(".")[0] for path in differing(*grads)}
+    light, heavy = (dmd2(gan_features=features, gan_d_weight=weight, gan_weight=weight, r1_weight=weight)
+                    for weight in (1.0, 100.0))
+    assert differing(light.step(light.student)[2], heavy.step(heavy.student)[2])    # gan_g, through either
+    apart = {path.split(".")[0] for path in differing(light.step(light.fake)[2], heavy.step(heavy.fake)[2])}
     assert apart == {"/discriminator", *(["/fake_score"] if features == "fake_score" else [])}
-    assert differing(*student)                          # gan_g reaches the student through either
 
 @pytest.mark.parametrize("amp", ["", "bf16"])
 @pytest.mark.parametrize("kind", ["simulation", "data"])
 def test_dmd2_multi_step_input_is_the_students_own_or_noised_data(kind, amp):
     d = dmd2(steps=2, student_input=kind, gan_weight=0.0)
-    ts = common.t_list("edm", 2)
-    exits, reached = set(), []
+    ts, calls, exits, reached = common.t_list("edm", 2), [], set(), []
+    d.nets["student"].register_forward_pre_hook(
+        lambda net, args: calls.append((torch.is_grad_enabled(), args[0].detach(), args[1])))
     for it in range(d.student, 120, d.cfg["update_ratio"] + 1):
-        calls = []
-        hook = d.nets["student"].register_forward_pre_hook(
-            lambda net, args: calls.append((torch.is_grad_enabled(), args[0].detach(), args[1])))
+        calls.clear()
         batch = batch_of(d.cfg, it)
         d.nets["fake_score"].out.weight.data.mul_(1.01)
         turn(d.nets, d.method.optimizers(d.nets, d.cfg), "student")
         common.seed_default(it)
         with torch.autocast("cpu", torch.bfloat16, enabled=bool(amp)):
-            loss, _ = d.method.step(d.nets, batch, it, d.cfg)
-        loss.backward()
+            d.method.step(d.nets, batch, it, d.cfg)[0].backward()
         reached.append(len(gradients(d.nets)))          # autocast may not reuse what it cast without gradient
         common.seed_default(it)
         d.method.step(d.nets, batch | dict(x0=torch.zeros_like(batch["x0"])), it, d.cfg)
-        hook.remove()
         half = len(calls) // 2
         assert [grad for grad, *_ in calls[:half]] == [False] * (half - 1) + [True]
         if kind == "simulation":
@@ -480,9 +397,8 @@ def test_dmd2_multi_step_input_is_the_students_own_or_noised_data(kind, amp):
         else:
             assert half == 1 and set(calls[0][2].tolist()) <= {*ts[:-1]}
             exits |= {*calls[0][2].tolist()}
-        if not amp:
-            same = torch.equal(calls[half - 1][1], calls[-1][1])        # does the input depend on the data?
-            assert same == (kind == "simulation")
+        if not amp:                                     # does the input depend on the data?
+            assert torch.equal(calls[half - 1][1], calls[-1][1]) == (kind == "simulation")
     assert exits == ({0, 1} if kind == "simulation" else {*ts[:-1]})
     assert set(reached) == {len(list(d.nets["student"].parameters()))}
 
