@@ -115,6 +115,26 @@ def assert_alike(ours, others, rel=0.0):
 def saved(folder, it):
     return ckpt.load(ckpt.path(folder / "checkpoints", it))
 
+def refused(f, *args, says=(), **kw):
+    """The sentence, with every word of `says`, of the BadInput that f raises. The frames of the error, which
+    hold the lock of a run, are gone afterwards."""
+    try:
+        f(*args, **kw)
+    except common.BadInput as e:
+        sentence = str(e)
+        assert "\n" not in sentence and [word for word in says if str(word) not in sentence] == [], sentence
+        return sentence
+    raise AssertionError("went through")
+
+def spy(patch, thing, name):
+    """A list that grows by (arguments, result) with every call of thing.name."""
+    calls, f = [], getattr(thing, name)
+    def watched(*args, **kw):
+        calls.append((args, f(*args, **kw)))
+        return calls[-1][1]
+    patch.setattr(thing, name, watched)
+    return calls
+
 def differing(a, b, where=""):
     """Paths at which two nested values are not the same, bit for bit."""
     if isinstance(a, dict) and isinstance(b, dict):

@@ -13,6 +13,7 @@ import common
 from common import BadInput, make_net
 
 NETS = Path(common.__file__).parent / "nets"
+f64 = torch.float64
 
 class Case(NamedTuple):
     spec: str
@@ -41,6 +42,11 @@ def tiny_sizes(monkeypatch):
         if case.size:
             monkeypatch.setitem(importlib.import_module(f"nets.{family}").sizes, size, case.size)
 
+@pytest.fixture(params=CASES.values(), ids=list(CASES))
+def case(request):
+    """A test that takes `case` runs once for every case; marked with cases(...), for those that can that."""
+    return request.param
+
 def cases(*needs):
     able = {name: case for name, case in CASES.items() if case.can >= {*needs}}
     return pytest.mark.parametrize("case", able.values(), ids=able)
@@ -53,21 +59,31 @@ def shake(net, seed=0):
             p.add_(0.1 * torch.randn(p.shape, generator=generator))
     return net
 
+def make(case, **options):
+    return make_net(case.spec, **case.options | options)
+
 def build(case, **options):
     torch.manual_seed(0)
-    return shake(make_net(case.spec, **case.options, **options))
+    return shake(make(case, **options))
+
+def parts(case, *names):
+    return {part: True for part in names if part in case.can}
 
 def whole(case, make=build):
     """The net with every optional part, and the keyword arguments that its calls then need."""
-    net = make(case, **{part: True for part in ("r", "logvar") if part in case.can})
-    return net, dict(r=torch.tensor([0.1, 0.2], dtype=torch.float64)) if "r" in case.can else {}
+    net = make(case, **parts(case, "r", "logvar"))
+    return net, dict(r=torch.tensor([0.1, 0.2], dtype=f64)) if "r" in case.can else {}
 
 def inputs(net, case, batch=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
-    draw = lambda *shape: torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(dtype)
-    x, t = draw(*net.x_shape), torch.linspace(0.3, 0.7, batch, dtype=torch.float64)
+    draw = lambda *shape: torch.randn(batch, *shape, generator=generator, dtype=f64).to(dtype)
+    x, t = draw(*net.x_shape), torch.linspace(0.3, 0.7, batch, dtype=f64)
     cond = {key: draw(*shape) for key, shape in case.cond.items()}
     return x, t, dict(cond, label=torch.arange(batch) % 4)
+
+def ready(case, **options):
+    net = build(case, **options)
+    return net, *inputs(net, case)
 
 def close(a, b, tolerance=1e-5):
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance)
@@ -77,7 +93,6 @@ def test_every_family_in_nets_has_a_case():
     families = {name for name, s in text.items() if re.search(r"^sizes\b", s, re.M) and "def make(" in s}
     assert families == {case.spec.split(":")[0] for case in CASES.values()}
 
-@cases()
 def test_attributes_are_plain_values(case):
     net, _ = whole(case)
     assert type(net.schedule) is str and len(common.t_range(net.schedule)) == 2
@@ -90,60 +105,42 @@ def test_attributes_are_plain_values(case):
         assert list(net.get_submodule(name).parameters())
         assert not any(other.startswith(name + ".") for other in net.blocks)
 
-@cases()
 def test_result_is_a_tensor_or_a_dict_of_what_was_asked(case):
-    net = build(case, **({"logvar": True} if "logvar" in case.can else {}))
-    x, t, cond = inputs(net, case)
+    net, x, t, cond = ready(case, **parts(case, "logvar"))
     out = net(x, t, cond)
     assert out.shape == x.shape and out.dtype == torch.float32 and out.std() > 1e-3
-    asked = dict(taps=(0,))
-    if "logvar" in case.can:
-        asked["logvar"] = True
-    if "cache" in case.can:
-        asked |= dict(write=True)
-    names = {"write": "cache"}
+    asked = dict(taps=(0,)) | parts(case, "logvar") | (dict(write=True) if "cache" in case.can else {})
+    names = {key: "cache" if key == "write" else key for key in asked}
     for key, value in asked.items():
         result = net(x, t, cond, **{key: value})
-        assert set(result) == {"out", names.get(key, key)} and torch.equal(result["out"], out)
-    assert set(net(x, t, cond, **asked)) == {"out"} | {names.get(key, key) for key in asked}
+        assert set(result) == {"out", names[key]} and torch.equal(result["out"], out)
+    assert set(net(x, t, cond, **asked)) == {"out", *names.values()}
 
-@cases()
-def test_taps_match_tap_shapes_in_ascending_order(case):
-    net = build(case)
-    x, t, cond = inputs(net, case)
+def test_taps_match_tap_shapes_and_stop_gives_the_same_without_out_by_fewer_modules(case):
+    (net, x, t, cond), calls, runs = ready(case), [], []
     order = tuple(range(net.n_taps))
-    taps = net(x, t, cond, taps=order[::-1])["taps"]
+    taps = net(x, t, cond, taps=order[::-1])["taps"]    # in ascending order nevertheless
     assert [tuple(tap.shape[1:]) for tap in taps] == [tuple(s) for s in net.tap_shapes(order[::-1])]
+    for module in net.modules():
+        module.register_forward_hook(lambda module, args, out: calls.append(module))
     for i, tap in zip(order, taps):
         (alone,) = net(x, t, cond, taps=(i,))["taps"]
         assert len(tap) == len(x) and torch.equal(alone, tap)
         assert [tuple(s) for s in net.tap_shapes((i,))] == [tuple(tap.shape[1:])]
-    with pytest.raises(BadInput):
-        net(x, t, cond, taps=(net.n_taps,))
-
-@cases()
-def test_stop_gives_the_same_taps_without_out_and_runs_fewer_modules(case):
-    net = build(case)
-    x, t, cond = inputs(net, case)
-    calls = []
-    for module in net.modules():
-        module.register_forward_hook(lambda module, args, out: calls.append(module))
-    runs = []
-    for last in range(1, net.n_taps + 1):
-        whole = net(x, t, cond, taps=tuple(range(last)))
         calls.clear()
-        stopped = net(x, t, cond, taps=tuple(range(last)), stop=True)
+        stopped = net(x, t, cond, taps=order[:i + 1], stop=True)
         runs.append(len(calls))
-        assert set(stopped) == {"taps"} and len(stopped["taps"]) == last
-        assert all(torch.equal(a, b) for a, b in zip(stopped["taps"], whole["taps"]))
+        assert set(stopped) == {"taps"} and len(stopped["taps"]) == i + 1
+        assert all(torch.equal(a, b) for a, b in zip(stopped["taps"], taps))
     calls.clear()
     net(x, t, cond)
     assert sorted(set(runs + [len(calls)])) == runs + [len(calls)]      # strictly more with each later tap
+    with pytest.raises(BadInput):
+        net(x, t, cond, taps=(net.n_taps,))
 
 @cases("logvar")
 def test_logvar_is_one_number_a_sample_and_depends_on_its_t_alone(case):
-    net = build(case, logvar=True)
-    x, t, cond = inputs(net, case)
+    net, x, t, cond = ready(case, logvar=True)
     u = net(x, t, cond, logvar=True)["logvar"]
     assert u.shape == (2,) and u.dtype == torch.float32 and (u[0] - u[1]).abs() > 1e-4
     assert close(net(2 * x, t, {}, logvar=True)["logvar"], u)
@@ -161,102 +158,83 @@ def load_source(net, source):
 
 @cases("r")
 def test_a_net_with_r_starts_as_the_net_without(case):
-    plain = build(case)
-    net = load_source(make_net(case.spec, **case.options, r=True), plain.state_dict())
-    x, t, cond = inputs(plain, case)
+    plain, x, t, cond = ready(case)
+    net = load_source(make(case, r=True), plain.state_dict())
     assert close(net(x, t, cond, r=t / 2), plain(x, t, cond), 1e-6)
     shake(net)
     assert not close(net(x, t, cond, r=t / 2), net(x, t, cond, r=t / 3), 1e-4)
 
 @cases("logvar")
 def test_a_logvar_head_comes_and_goes_between_runs(case):
-    plain = build(case)
-    x, t, cond = inputs(plain, case)
-    net = load_source(make_net(case.spec, **case.options, logvar=True), plain.state_dict())
-    assert torch.equal(net(x, t, cond), plain(x, t, cond))
-    again = load_source(make_net(case.spec, **case.options), net.state_dict())
-    assert torch.equal(again(x, t, cond), plain(x, t, cond))
+    plain, x, t, cond = ready(case)
+    net = load_source(make(case, logvar=True), plain.state_dict())
+    again = load_source(make(case), net.state_dict())
+    assert all(torch.equal(other(x, t, cond), plain(x, t, cond)) for other in (net, again))
 
 @cases("label")
-def test_label_minus_one_is_no_label_and_differs_from_a_label(case):
-    net = build(case)
-    x, t, cond = inputs(net, case)
+def test_label_minus_one_is_no_label_every_named_condition_matters_and_unknown_keys_do_not(case):
+    net, x, t, cond = ready(case)
     none = {key: value for key, value in cond.items() if key != "label"}
     labels = [net(x, t, dict(none, label=torch.tensor([k, k]))) for k in (-1, 0, 3)]
     assert torch.equal(labels[0], net(x, t, none))
     assert not any(close(a, b, 1e-4) for a, b in [labels[:2], labels[1:], labels[::2]])
     mixed = net(x, t, dict(none, label=torch.tensor([-1, 3])))
     assert close(mixed[0], labels[0][0]) and close(mixed[1], labels[2][1])
-    if "label_dim" in case.options:
-        options = dict(case.options, label_dim=0)
-        net = shake(make_net(case.spec, **options))
-        assert torch.equal(net(x, t, cond), net(x, t, none))        # label_dim 0 ignores labels
-
-@cases()
-def test_every_condition_it_names_matters_and_unknown_keys_do_not(case):
-    net = build(case)
-    x, t, cond = inputs(net, case)
+    if "label_dim" in case.options:                     # label_dim 0 ignores labels
+        blind = shake(make(case, label_dim=0))
+        assert torch.equal(blind(x, t, cond), blind(x, t, none))
     out = net(x, t, cond)
     assert torch.equal(net(x, t, dict(cond, nobody_knows_this=torch.ones(2))), out)
     for key in case.cond:
         assert not close(net(x, t, dict(cond, **{key: cond[key] + 1})), out, 1e-4)
 
-@cases()
 def test_float64_t_is_not_rounded(case):
     net = build(case).double()
-    x, t, cond = inputs(net, case, dtype=torch.float64)
+    x, t, cond = inputs(net, case, dtype=f64)
     assert (t * (1 + 1e-10)).float().equal(t.float())
     a, b = net(x, t, cond), net(x, t * (1 + 1e-10), cond)
-    assert a.dtype == torch.float64 and all((a - b).flatten(1).abs().amax(1) > 1e-13)
+    assert a.dtype == f64 and all((a - b).flatten(1).abs().amax(1) > 1e-13)
 
-@cases()
 @pytest.mark.parametrize("how", ["weights", "autocast"])
 def test_bf16_gives_float32_output_and_does_not_round_t(case, how):
-    net = build(case)
-    x, t, cond = inputs(net, case)
-    t = torch.tensor([0.703125, 0.703125 + 0.0015], dtype=torch.float64)
+    net, x, t, cond = ready(case)
+    t = torch.tensor([0.703125, 0.703125 + 0.0015], dtype=f64)
     assert t[0].bfloat16() == t[1].bfloat16()
     x, cond = x[[0, 0]], {key: v[[0, 0]] for key, v in cond.items()}
     exact = net(x, t, cond)
-    if how == "weights":
-        out = net.bfloat16()(x, t, cond)
-    else:
-        with torch.autocast("cpu", torch.bfloat16):
-            out = net(x, t, cond)
+    net = net.bfloat16() if how == "weights" else net
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        out = net(x, t, cond)
     assert out.dtype == torch.float32 and not torch.equal(out[0], out[1])
-    error = (out - exact).norm() / exact.norm()
-    assert 1e-5 < error < 0.05
+    assert 1e-5 < (out - exact).norm() / exact.norm() < 0.05
 
-def owners(net):
-    """Modules that directly own a parameter or buffer, by name."""
-    return {name: m for name, m in net.named_modules() if any(True for _ in m.parameters(False)) or any(
-        True for _ in m.buffers(False))}
+def values(net):
+    return dict([*net.named_parameters(), *net.named_buffers()])
 
 def fill(net):
-    for name, module in owners(net).items():
-        torch.manual_seed(zlib.crc32(name.encode()))
-        module.reset_parameters()
+    """Fills each module that owns a parameter or buffer from a seed of its name."""
+    for name, module in net.named_modules():
+        if [*module.parameters(False), *module.buffers(False)]:
+            torch.manual_seed(zlib.crc32(name.encode()))
+            module.reset_parameters()
     return net
 
-@cases()
 def test_meta_start_equals_plain_start_buffers_included(case):
     plain, kw = whole(case)
     fill(plain)
     with torch.device("meta"):
-        net, _ = whole(case, make=lambda case, **parts: make_net(case.spec, **case.options, **parts))
-    assert all(v.is_meta for v in [*net.parameters(), *net.buffers()])
+        net, _ = whole(case, make)
+    assert all(v.is_meta for v in values(net).values())
     net.to_empty(device="cpu")
     with torch.no_grad():
-        for v in [*net.parameters(), *net.buffers()]:
+        for v in values(net).values():
             v.fill_(float("nan") if v.is_floating_point() else -1)
     fill(net)
-    values = lambda net: dict([*net.named_parameters(), *net.named_buffers()])
     assert values(net).keys() == values(plain).keys()
     assert all(torch.equal(v, values(plain)[key]) for key, v in values(net).items())
     x, t, cond = inputs(plain, case)
     assert torch.equal(net(x, t, cond, **kw), plain(x, t, cond, **kw))     # and nothing hides outside of them
 
-@cases()
 def test_state_dict_loads_strictly_into_a_fresh_net(case):
     net, kw = whole(case)
     x, t, cond = inputs(net, case)
@@ -266,14 +244,12 @@ def test_state_dict_loads_strictly_into_a_fresh_net(case):
     for other in (fresh, copy.deepcopy(net)):
         assert torch.equal(other(x, t, cond, **kw), net(x, t, cond, **kw))
 
-@cases()
 def test_jvp_equals_the_central_difference(case):
-    net = build(case, **(dict(r=True) if "r" in case.can else {})).double()
-    x, t, cond = inputs(net, case, dtype=torch.float64)
-    r = [t / 2] if "r" in case.can else []
+    net = build(case, **parts(case, "r")).double()
+    x, t, cond = inputs(net, case, dtype=f64)
+    point = (x, t, t / 2) if "r" in case.can else (x, t)
     f = lambda x, t, r=None: net(x, t, cond, r=r)
-    point = (x, t, *r)
-    tangent = (torch.randn_like(x), *[torch.ones_like(t), -torch.ones_like(t)][:len(point) - 1])
+    tangent = (torch.randn_like(x), torch.ones_like(t), -torch.ones_like(t))[:len(point)]
     out, derivative = torch.func.jvp(f, point, tangent)
     h = 1e-6
     ahead, behind = (f(*[p + s * h * d for p, d in zip(point, tangent)]) for s in (1, -1))
@@ -281,10 +257,8 @@ def test_jvp_equals_the_central_difference(case):
     assert close(out, f(*point), 1e-12)
     assert (derivative - difference).norm() < 1e-6 * difference.norm() and difference.norm() > 0.1
     loss = (out - derivative.detach()).square().mean()              # as MeanFlow and sCM take it
-    grads = torch.autograd.grad(loss, list(net.parameters()))
-    assert all(g.isfinite().all() for g in grads)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, list(net.parameters())))
 
-@cases()
 def test_arguments_are_never_mutated(case):
     net, kw = whole(case)
     x, t, cond = inputs(net, case)
@@ -297,10 +271,8 @@ def test_arguments_are_never_mutated(case):
     assert versions == [v._version for v in tensors]
     assert list(cond) == keys and kw["taps"] == [0, 1][:net.n_taps]
 
-@cases()
 def test_unknown_and_unusable_arguments_are_refused(case):
-    net = build(case)
-    x, t, cond = inputs(net, case)
+    net, x, t, cond = ready(case)
     unusable = [dict(r=t), dict(logvar=True)]           # built without
     unusable += [] if "skip" in case.can else [dict(skip=(0,))]
     unusable += [] if "cache" in case.can else [dict(start=1), dict(cache={}), dict(write=True)]
@@ -310,36 +282,30 @@ def test_unknown_and_unusable_arguments_are_refused(case):
     with pytest.raises(TypeError):
         net(x, t, cond, nobody_knows_this=1)
     with pytest.raises(BadInput, match="nobody_knows_this"):
-        make_net(case.spec, **case.options, nobody_knows_this=1)
+        make(case, nobody_knows_this=1)
     with pytest.raises(BadInput, match="nosuchsize"):
         make_net(case.spec.split(":")[0] + ":nosuchsize")
 
-@cases()
 def test_samples_do_not_see_each_other_and_an_empty_batch_has_a_gradient(case):
     net = build(case)
     x, t, cond = inputs(net, case, batch=3)
-    out = net(x, t, cond)
-    one = net(x[1:2], t[1:2], {k: v[1:2] for k, v in cond.items()})
-    assert close(one[0], out[1])
-    x, t, cond = x[:0].requires_grad_(), t[:0], {k: v[:0] for k, v in cond.items()}
-    out = net(x, t, cond)
-    assert out.shape == x.shape
+    x.requires_grad_()
+    cut = lambda n, m: (x[n:m], t[n:m], {k: v[n:m] for k, v in cond.items()})
+    assert close(net(*cut(1, 2))[0], net(x, t, cond)[1])
+    out = net(*cut(0, 0))
+    assert out.shape == x[:0].shape
     out.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in net.parameters())
 
-@cases()
 def test_dropout_acts_in_training_alone(case):
-    net = build(case, dropout=0.5)
-    x, t, cond = inputs(net, case)
+    net, x, t, cond = ready(case, dropout=0.5)
     assert not torch.equal(net.train()(x, t, cond), net(x, t, cond))
     assert torch.equal(net.eval()(x, t, cond), net(x, t, cond))
     assert torch.equal(net(x, t, cond), build(case)(x, t, cond))
 
 @cases("skip")
 def test_skip_leaves_out_a_block_and_no_other(case):
-    net = build(case)
-    x, t, cond = inputs(net, case)
-    calls = []
+    (net, x, t, cond), calls = ready(case), []
     for name in net.blocks:
         net.get_submodule(name).register_forward_hook(lambda module, args, out, name=name: calls.append(name))
     out = net(x, t, cond)
@@ -349,29 +315,28 @@ def test_skip_leaves_out_a_block_and_no_other(case):
         assert not close(net(x, t, cond, skip=(i,)), out, 1e-4)
         assert calls == [other for other in net.blocks if other != name]
 
-def test_toy_is_finite_at_both_ends_of_every_schedule():
-    for schedule in common.schedules:
-        for pred in ("x0", "eps", "v", "flow"):
-            net = build(CASES["toy"], schedule=schedule, pred=pred, r=True)
-            x, _, cond = inputs(net, CASES["toy"])
-            t = torch.tensor(common.t_range(schedule), dtype=torch.float64)
-            out = net(x, t, cond, r=torch.zeros_like(t))
-            out.square().mean().backward()
-            assert (net.schedule, net.pred) == (schedule, pred)
-            assert out.isfinite().all() and all(p.grad.isfinite().all() for p in net.parameters())
+@pytest.mark.parametrize("schedule", common.schedules)
+@pytest.mark.parametrize("pred", ["x0", "eps", "v", "flow"])
+def test_toy_is_finite_at_both_ends_of_every_schedule(schedule, pred):
+    net, x, _, cond = ready(CASES["toy"], schedule=schedule, pred=pred, r=True)
+    t = torch.tensor(common.t_range(schedule), dtype=f64)
+    out = net(x, t, cond, r=torch.zeros_like(t))
+    out.square().mean().backward()
+    assert (net.schedule, net.pred) == (schedule, pred)
+    assert out.isfinite().all() and all(p.grad.isfinite().all() for p in net.parameters())
 
-# Causal video nets. The first chunk takes the remainder.
+# ---- causal video nets; the first chunk takes the remainder
 LENGTHS = pytest.mark.parametrize("frames, sizes", [(7, [4, 3]), (6, [2, 2, 2]), (5, [1] * 5), (2, [2]),
                                                     (8, [5, 3])])
 
-def clip(case, frames, sizes, start=0):
+def clip(case, frames, sizes):
     """A causal net and a clip of `frames`, one time per chunk, its chunks as slices, the condition."""
     net = build(case, chunk=3 if sizes == [2] else sizes[-1])
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, net.x_shape[0], frames, *net.x_shape[2:], generator=generator)
     ends = torch.tensor(sizes).cumsum(0).tolist()
     spans = [slice(end - size, end) for end, size in zip(ends, sizes)]
-    t = torch.rand(2, len(sizes), generator=generator, dtype=torch.float64)
+    t = torch.rand(2, len(sizes), generator=generator, dtype=f64)
     t = t.repeat_interleave(torch.tensor(sizes), dim=1)             # (B, F)
     return net, x, t, spans, dict(label=torch.tensor([1, -1]))
 
@@ -409,26 +374,21 @@ def test_chunks_with_a_cache_equal_the_full_forward(case, frames, sizes):
     assert close(net(**chunk, cache=at_once), net(**chunk, cache=cache))
 
 @cases("cache")
-def test_a_cache_carries_no_gradient(case):
+def test_a_cache_carries_no_gradient_and_positions_count_relative_to_it(case):
     net, x, t, spans, cond = clip(case, 4, [2, 2])
-    first = x[:, :, spans[0]].requires_grad_()
-    result = net(first, t[:, spans[0]], cond, write=True)
-    out = net(x[:, :, spans[1]], t[:, spans[1]], cond, start=2, cache=result["cache"])
-    assert torch.autograd.grad(out.sum(), first, allow_unused=True)[0] is None
-    assert torch.autograd.grad(result["out"].sum(), first)[0].any()
-
-@cases("cache")
-def test_positions_count_relative_to_the_cache(case):
-    net, x, t, spans, cond = clip(case, 4, [2, 2])
-    first, second = [(x[:, :, span], t[:, span], cond) for span in spans]
+    first, second = [(x[:, :, span].clone().requires_grad_(), t[:, span], cond) for span in spans]
+    result = net(*first, write=True)
+    out = net(*second, start=2, cache=result["cache"])
+    assert torch.autograd.grad(out.sum(), first[0], allow_unused=True)[0] is None
+    assert torch.autograd.grad(result["out"].sum(), first[0])[0].any()
     assert close(net(*first, start=7), net(*first))
     read = lambda at, start: net(*second, start=start, cache=net(*first, start=at, write=True)["cache"])
-    assert close(read(7, 9), read(0, 2)) and not close(read(0, 9), read(0, 2), 1e-4)
+    assert close(read(7, 9), out) and not close(read(0, 9), out, 1e-4)
 
 @cases("cache")
 def test_one_time_for_all_frames_and_one_chunk_for_all_frames(case):
     net, x, _, _, cond = clip(case, 6, [2, 2, 2])
-    t = torch.tensor([0.2, 0.8], dtype=torch.float64)
+    t = torch.tensor([0.2, 0.8], dtype=f64)
     assert torch.equal(net(x, t, cond), net(x, t[:, None].expand(-1, 6), cond))
     both_ways, whole = build(case, chunk=0), build(case, chunk=6)
     assert torch.equal(both_ways(x, t, cond), whole(x, t, cond))
@@ -438,8 +398,7 @@ def test_toy_cache_keeps_a_window_with_absolute_or_window_positions():
     net, x, t, spans, cond = clip(CASES["toy_video"], 6, [2, 2, 2])
     cache = net(x, t, cond, write=True)["cache"]
     assert cache["pos"].tolist() == [0, 1, 2, 3, 4, 5] and all(kv.shape[1] == 6 for kv in cache["kv"])
-    keep = [2, 3, 4, 5]
-    window = dict(pos=cache["pos"][keep], kv=[kv[:, keep] for kv in cache["kv"]])
+    window = dict(pos=cache["pos"][2:], kv=[kv[:, 2:] for kv in cache["kv"]])
     chunk = (x[:, :, :2], t[:, :2], cond)
     absolute = net(*chunk, start=6, cache=window)
     assert close(absolute, net(*chunk, start=4, cache=dict(window, pos=torch.arange(4))))

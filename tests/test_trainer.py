@@ -16,18 +16,9 @@ import logs
 import run
 import train
 import trainer
-from common import BadInput
-from run import assert_alike, config, differing, load, saved, setup
+from run import assert_alike, config, differing, load, refused, saved, setup, spy
 
 EMAS = ("ema:0.9", "ema_power:power=0.1", "ema_half:half_kimg=0.05")
-
-def refused(f, *args):
-    """The sentence of the BadInput that f raises; its frames, with the lock of a run in them, are gone."""
-    try:
-        f(*args)
-    except BadInput as e:
-        return str(e)
-    raise AssertionError("went through")
 
 def poisoned(method, *its, by=float("nan")):
     """The method with a loss times `by` in these iterations."""
