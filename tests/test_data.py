@@ -127,8 +127,9 @@ def test_bad_labels_say_which(tmp_path, table, words):
 def test_places_without_images_are_named(tmp_path):
     for name in ("notes.txt", "broken.zip", "broken.npz"):
         (tmp_path / name).write_text("x")
-    for name, word in {".": "holds no images (looked for .png", "gone": "does not exist", "notes.txt": "neither",
-                       "broken.zip": "broken.zip", "broken.npz": "cannot be read"}.items():
+    for name, word in ((".", "holds no images (looked for .png"), ("gone", "does not exist"),
+                       ("notes.txt", "neither"), ("broken.zip", "broken.zip"),
+                       ("broken.npz", "cannot be read")):
         refused(data.load, config(tmp_path / name), says=[word])
     save(tmp_path / "a.png"), save(tmp_path / "class0" / "b.png"), save(tmp_path / "class1" / "c.png")
     refused(data.load, config(tmp_path), says=["a.png", "class0"])

@@ -3,7 +3,6 @@ import contextlib
 import ctypes
 import fcntl
 import importlib
-import json
 import os
 import random
 import re
@@ -21,35 +20,17 @@ import pytest
 import torch
 
 import ckpt
-import common
 import logs
 import resume
-import train
 import trainer
-from run import SERVER, differing, lines, ranks
+from run import SERVER, SFT, differing, lines
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the process table in /proc")
 
-TRAIN, SFT = trainer.ROOT / "train.py", trainer.ROOT / "methods" / "sft.py"
+TRAIN = trainer.ROOT / "train.py"
 COMMAND = [str(SFT), "--net=toy:tiny", "--batch_size=8", "--val_every=0", "--sample_every=0",
-           "--save_every=0", "--log_every=1", "--wandb=disabled", "--device=cpu", "--name=run",
-           "--log_level=debug"]
+           "--save_every=0", "--log_every=1", "--wandb=disabled", "--device=cpu", "--name=run", "--log_level=debug"]
 KILL, TERM, USR1, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
-
-def command(*args):
-    """COMMAND with keys replaced or added."""
-    keys = {a.partition("=")[0] for a in args}
-    return [a for a in COMMAND if a.partition("=")[0] not in keys] + list(args)
-
-def until(condition, seconds=60):
-    """Waits for a condition and returns what it is; fails after so many seconds."""
-    end = time.time() + seconds
-    while not (value := condition()):
-        assert time.time() < end, f"not within {seconds} s"
-        time.sleep(0.005)
-    return value
-
-# ---- processes
 runs = []
 
 @pytest.fixture(autouse=True)
@@ -62,6 +43,22 @@ def nothing_left():
             os.kill(pid, KILL)
     runs.clear()
 
+def command(*args):
+    """COMMAND with keys replaced or added."""
+    keys = {a.partition("=")[0] for a in args}
+    return [a for a in COMMAND if a.partition("=")[0] not in keys] + list(args)
+
+def folder_of(here):
+    return here / "out" / "fewstep" / "digits" / "run"
+
+def until(condition, seconds=60):
+    """Waits for a condition and returns what it is; fails after so many seconds."""
+    end = time.time() + seconds
+    while not (value := condition()):
+        assert time.time() < end, f"not within {seconds} s"
+        time.sleep(0.005)
+    return value
+
 class Run:
     """One start of the command, output below `here`: `python train.py` (world 0), or torchrun, `world` ranks.
 
@@ -70,8 +67,8 @@ class Run:
 
     def __init__(self, here, *args, world=0, env={}, limit=0):
         here.mkdir(exist_ok=True)
-        self.folder, self.mark = here / "out" / "fewstep" / "digits" / "run", uuid.uuid4().hex
-        self.world, self.log = world, here / f"log.{len(list(here.glob('log.*')))}"
+        self.folder, self.mark, self.world = folder_of(here), uuid.uuid4().hex, world
+        self.log = here / f"log.{len(list(here.glob('log.*')))}"
         self.log.touch()
         env = dict(FEWSTEP_OUTPUT_ROOT=str(here / "out"), OMP_NUM_THREADS="1", FEWSTEP_TEST=self.mark) | env
         self.process = SERVER.Process(target=entry, args=(command(*args), world, env, str(self.log), limit))
@@ -146,12 +143,22 @@ def its(folder):
 def newest(folder):
     return max(ckpt.scan(folder / "checkpoints"), default=0)
 
+def state(folder, it):
+    return ckpt.load(ckpt.path(folder / "checkpoints", it))
+
 def whole(folder):
     """Iterations of the checkpoints, after a look that each is whole and nothing else is there."""
     found = ckpt.scan(folder / "checkpoints")
     assert sorted(os.listdir(folder / "checkpoints")) == [f"{n:07d}.pth" for n in found]
-    assert all(ckpt.load(ckpt.path(folder / "checkpoints", n))["it"] == n for n in found)
+    assert all(state(folder, n)["it"] == n for n in found)
     return found
+
+def goes_on(here, stop_at, checkpoints, *args, says=""):
+    """The same command runs to `stop_at`; then every iteration is there once."""
+    run = Run(here, *args, f"--stop_at={stop_at}")
+    assert run.end() == 0 and says in run.text(), run.text()
+    assert whole(run.folder) == checkpoints and its(run.folder) == list(range(1, stop_at + 1))
+    return run
 
 def stopped_well(run, before):
     """What must hold after a request to stop a run that began at iteration `before`; -> where it stopped."""
@@ -169,7 +176,6 @@ def orphans():
     """Processes that lose their parent become this one's children, so that it learns their exit codes."""
     prctl = ctypes.CDLL(None).prctl
     prctl(36, 1, 0, 0, 0)                               # PR_SET_CHILD_SUBREAPER
-
     def exit_codes(run, workers):
         run.process.join()                              # only with its end do they change hands
         ended = [until(lambda: status if (status := os.waitpid(pid, os.WNOHANG))[0] else None)
@@ -185,12 +191,12 @@ def shared(tmp_path_factory):
 
 def stub_scontrol(folder):
     """Environment of a SLURM job whose scontrol writes its arguments to folder/calls; that file, empty."""
-    scontrol = folder / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\n')
+    scontrol, calls = folder / "scontrol", folder / "calls"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
     scontrol.chmod(0o755)
-    (folder / "calls").write_text("")
+    calls.write_text("")
     return dict(PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="77", SLURM_RESTART_COUNT="3",
-                FEWSTEP_REQUEUE="1"), folder / "calls"
+                FEWSTEP_REQUEUE="1"), calls
 
 def to_launcher(number):
     return lambda run, workers: run.kill(number)
@@ -215,15 +221,13 @@ def to_everyone(run, workers):
 ])
 def test_a_signal_under_torchrun_stops_all_ranks_at_one_whole_checkpoint(
         shared, orphans, send, launcher_exit, args):
-    before = newest(shared / "out" / "fewstep" / "digits" / "run")
+    before, endless = newest(folder_of(shared)), "--val_batches=1000000" in args
     env, calls = stub_scontrol(shared)
-    endless = "--val_batches=1000000" in args
     run = Run(shared, *args, *([f"--val_every={before + 5}"] if endless else []), world=2, env=env)
     run.reaches(before + 4)
     time.sleep(0.2)
-    workers = run.workers()
+    workers, began = run.workers(), time.time()
     assert sorted(workers) == [0, 1]
-    began = time.time()
     send(run, workers)
     if launcher_exit in (-USR1, -KILL):                 # it died at once; its workers have to notice that
         assert orphans(run, workers) == [0, 0]
@@ -236,21 +240,19 @@ def test_a_signal_under_torchrun_stops_all_ranks_at_one_whole_checkpoint(
 
 def test_the_interrupted_iterations_are_those_of_an_uninterrupted_run(shared, tmp_path):
     """Two ranks, stopped several times, against one process with two micro-steps: each once, same losses."""
-    folder = shared / "out" / "fewstep" / "digits" / "run"
-    if not newest(folder):
+    at = newest(folder_of(shared))
+    if not at:
         pytest.skip("needs the runs of the test above")
-    run = Run(tmp_path, "--accum=2", f"--stop_at={newest(folder)}")
+    run = Run(tmp_path, "--accum=2", f"--stop_at={at}")
     assert run.end() == 0
-    interrupted, plain = ([line["loss"] for line in lines(f)] for f in (folder, run.folder))
-    assert interrupted == pytest.approx(plain, rel=1e-3)
-    assert len(set(plain)) == len(plain) == newest(folder)
+    interrupted, plain = ([line["loss"] for line in lines(f)] for f in (folder_of(shared), run.folder))
+    assert interrupted == pytest.approx(plain, rel=1e-3) and len(set(plain)) == len(plain) == at
 
 def test_a_signal_to_one_worker_that_still_imports_torch_saves_0000000(tmp_path):
     run = Run(tmp_path, world=2)
     os.kill(importing(run)[1], USR1)
     assert run.end() == 0 and stopped_well(run, 0) == 0 and whole(run.folder) == [0]
-    run = Run(tmp_path, "--stop_at=2")
-    assert run.end() == 0 and whole(run.folder) == [0, 2] and its(run.folder) == [1, 2]
+    goes_on(tmp_path, 2, [0, 2])
 
 def test_workers_whose_launcher_dies_before_they_have_met_leave_without_a_trace(tmp_path, orphans):
     run = Run(tmp_path, world=2)
@@ -267,30 +269,27 @@ def test_one_signal_to_a_plain_process_saves_and_exits_with_0(tmp_path, number):
     assert run.end() == 0
     at = stopped_well(run, 0)
     assert at >= 3 and whole(run.folder) == [at] and "Traceback" not in run.text()
-    run = Run(tmp_path, f"--stop_at={at + 2}")
-    assert run.end() == 0 and f"continuing at iteration {at}" in run.text()
-    assert whole(run.folder) == [at, at + 2] and its(run.folder) == list(range(1, at + 3))
+    goes_on(tmp_path, at + 2, [at, at + 2], says=f"continuing at iteration {at}")
+
+def fresh(here, *args, **kw):
+    """The command in an interpreter that has imported nothing."""
+    env = os.environ | dict(FEWSTEP_OUTPUT_ROOT=str(here / "out"), OMP_NUM_THREADS="1")
+    return subprocess.Popen([sys.executable, str(TRAIN), *command(*args)], env=env, text=True, **kw)
 
 def test_a_signal_while_torch_is_imported_saves_0000000(tmp_path):
-    """A fresh interpreter."""
-    env = os.environ | dict(FEWSTEP_OUTPUT_ROOT=str(tmp_path / "out"), OMP_NUM_THREADS="1")
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([sys.executable, str(TRAIN), *COMMAND], env=env, stdout=log, stderr=log)
+        process = fresh(tmp_path, stdout=log, stderr=log)
     until(lambda: catches(process.pid))
     assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     process.terminate()
     assert process.wait(60) == 0, (tmp_path / "log").read_text()
-    run = Run(tmp_path, "--stop_at=1")
-    assert run.end() == 0 and whole(run.folder) == [0, 1] and its(run.folder) == [1]
+    goes_on(tmp_path, 1, [0, 1])
 
 def test_a_closed_output_pipe_does_not_end_a_run(tmp_path):
-    env = os.environ | dict(FEWSTEP_OUTPUT_ROOT=str(tmp_path), OMP_NUM_THREADS="1")
-    process = subprocess.Popen([sys.executable, str(TRAIN), *command("--max_iter=20")], env=env, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = fresh(tmp_path, "--max_iter=20", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline().startswith("[rank 0] config")                  # | head -1
     process.stdout.close()
-    assert process.stderr.read() == "" and process.wait(60) == 0
-    assert whole(tmp_path / "fewstep" / "digits" / "run") == [20]
+    assert process.stderr.read() == "" and process.wait(60) == 0 and whole(folder_of(tmp_path)) == [20]
 
 def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
     """The first one is heard at the next iteration, which is far while another run holds the folder."""
@@ -314,20 +313,23 @@ def test_a_validation_that_was_interrupted_is_made_up_for(tmp_path):
                   f"--stop_at={stop}")
         assert run.end() == 0
     assert [line["it"] for line in lines(run.folder) if "val/student/loss" in line] == [0, 4]
-    assert [line["it"] for line in lines(run.folder) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert its(run.folder) == [0, 1, 2, 3, 4, 4, 5, 6]
     assert sorted(os.listdir(run.folder / "samples")) == ["0000000.png", "0000004.png"]
 
 def test_slurm_stops_before_the_end_of_the_allocation_and_requeues(tmp_path):
     env, calls = stub_scontrol(tmp_path)
+    def ends_in(seconds, *args, **more):
+        """A run so many seconds before FEWSTEP_STOP_BEFORE_END_S sets in."""
+        end = dict(SLURM_JOB_END_TIME=str(time.time() + 100 + seconds), FEWSTEP_STOP_BEFORE_END_S="100")
+        run = Run(tmp_path, *args, env=env | end | more)
+        assert run.end() == 0
+        return run
     for requeue, called in (("0", ""), ("1", "requeue 77\n")):
-        before = newest(tmp_path / "out" / "fewstep" / "digits" / "run")
-        soon = dict(SLURM_JOB_END_TIME=str(time.time() + 100.8), FEWSTEP_STOP_BEFORE_END_S="100")
-        run = Run(tmp_path, env=env | soon | dict(FEWSTEP_REQUEUE=requeue))
-        assert run.end() == 0 and "SLURM job 77, restart 3" in run.text()
+        before = newest(folder_of(tmp_path))
+        run = ends_in(0.8, FEWSTEP_REQUEUE=requeue)
+        assert "SLURM job 77, restart 3" in run.text()
         assert stopped_well(run, before) >= before and calls.read_text() == called
-    late = dict(SLURM_JOB_END_TIME=str(time.time() + 1000), FEWSTEP_STOP_BEFORE_END_S="100")
-    run = Run(tmp_path, f"--stop_at={newest(run.folder) + 1}", env=env | late)
-    assert run.end() == 0 and "stopped at --stop_at" in run.text()
+    assert "stopped at --stop_at" in ends_in(900, f"--stop_at={newest(run.folder) + 1}").text()
     assert calls.read_text() == called          # only a run that was asked to leave wants to come back
 
 # ---- kills, full disks, predecessors
@@ -345,41 +347,21 @@ def test_sigkill_at_any_moment_loses_no_checkpoint_but_the_one_being_written(tmp
         began = re.search(r"(?:starting|continuing) at iteration (\d+)", text)
         assert "WARNING" not in text and (not began or int(began[1]) == at), text
         assert max(found, default=0) >= max(at, *its(run.folder), 1) - 1        # it is logged, then saved
-        for n in found:
-            ckpt.load(ckpt.path(run.folder / "checkpoints", n))
+        assert all(state(run.folder, n) for n in found)
         at = max(found, default=0)
-    run = Run(tmp_path, *saving, f"--stop_at={at + 4}")
-    assert run.end() == 0 and whole(run.folder) == [at + 1, at + 2, at + 3, at + 4]
-    assert its(run.folder) == list(range(1, at + 5))
-    plain = Run(tmp_path / "plain", f"--stop_at={at + 4}")
-    assert plain.end() == 0
-    states = [ckpt.load(ckpt.path(f / "checkpoints", at + 4)) for f in (run.folder, plain.folder)]
+    run = goes_on(tmp_path, at + 4, [at + 1, at + 2, at + 3, at + 4], *saving)
+    plain = goes_on(tmp_path / "plain", at + 4, [at + 4])
+    states = [state(f, at + 4) for f in (run.folder, plain.folder)]
     assert differing(*({k: s[k] for k in ("nets", "emas", "optims", "counts")} for s in states)) == []
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_names_the_file(tmp_path):
-    run = Run(tmp_path, "--stop_at=4")
-    assert run.end() == 0
+    run = goes_on(tmp_path, 4, [4])
     size = ckpt.path(run.folder / "checkpoints", 4).stat().st_size
     run = Run(tmp_path, "--stop_at=6", limit=size // 2)
-    assert run.end() == 2 and whole(run.folder) == [4]
-    last = run.text().splitlines()[-1]
-    assert re.match(r"train.py: could not write \S+/0000006\.pth \(.+\); .*free some space", last)
-    assert "Traceback" not in run.text()
-    run = Run(tmp_path, "--stop_at=6")
-    assert run.end() == 0 and whole(run.folder) == [4, 6] and its(run.folder) == list(range(1, 7))
-
-def full_disk(root):
-    """On one of two ranks: the sentence with which the run ends."""
-    os.environ["FEWSTEP_OUTPUT_ROOT"] = root
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-    method = train.load_method(SFT)
-    with pytest.raises(common.BadInput) as error:
-        trainer.train(method, train.resolve(method, [*COMMAND[1:], "--max_iter=2"])[0])
-    return str(error.value)
-
-def test_a_full_disk_ends_every_rank(tmp_path):
-    said = ranks(2, full_disk, str(tmp_path))
-    assert said[0] == said[1] and "could not write" in said[0] and "0000002.pth" in said[0]
+    assert run.end() == 2 and whole(run.folder) == [4] and "Traceback" not in run.text()
+    assert re.match(r"train.py: could not write \S+/0000006\.pth \(.+\); .*free some space",
+                    run.text().splitlines()[-1])
+    goes_on(tmp_path, 6, [4, 6])
 
 def test_metrics_that_cannot_be_written_are_named_and_do_not_end_a_run(tmp_path):
     said = []
@@ -391,9 +373,8 @@ def test_metrics_that_cannot_be_written_are_named_and_do_not_end_a_run(tmp_path)
 @contextlib.contextmanager
 def locked(here):
     """Holds the folder as a run does that still saves; -> a function that waits until `run` waits for it."""
-    lock = here / "out" / "fewstep" / "digits" / "run" / ".lock"
+    lock = folder_of(here) / ".lock"
     lock.parent.mkdir(parents=True)
-
     def waits(run):
         files = Path(f"/proc/{run.pid}/fd")
         until(lambda: any(os.path.realpath(f) == str(lock) for f in files.iterdir()))
@@ -403,8 +384,7 @@ def locked(here):
 
 def test_a_run_that_waits_for_its_predecessor_continues_from_what_that_one_saves(tmp_path):
     """The launcher died, its workers still save, and the command is already running again."""
-    old = Run(tmp_path / "old", "--stop_at=3")
-    assert old.end() == 0
+    old = goes_on(tmp_path / "old", 3, [3])
     with locked(tmp_path) as waits:
         run = Run(tmp_path, "--stop_at=5")
         waits(run)

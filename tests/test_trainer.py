@@ -3,6 +3,7 @@ Refused input and damaged checkpoints are in test_bad_input.py, preemption in te
 import json
 import os
 import re
+import resource
 import shutil
 import sys
 from types import SimpleNamespace
@@ -102,20 +103,25 @@ def two_ranks():
         return step(nets, batch, it, cfg)
 
     method.step = teacher_first if rank == 1 else step
-    sentence = refused(run.run, method, cfg)
+    other_order = refused(run.run, method, cfg)
     grads, student = [p.grad for p in params], dict(skipping.nets["student"].state_dict())
-    return grads, told, student, skipping.lines, sentence
+    torch.distributed.destroy_process_group()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))         # a full disk
+    full_disk = refused(run.run, *setup("sft", max_iter=2, name="full_disk"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return grads, told, student, skipping.lines, other_order, full_disk
 
 def test_two_ranks_agree_and_one_process_is_left_alone():
     for name in ("sft", "dmd2"):
         setup(name)
-    grads, told, nets, lines, sentence = zip(*run.ranks(2, two_ranks))
+    grads, told, nets, lines, other_order, full_disk = zip(*run.ranks(2, two_ranks))
     for a, b, c in grads:
         assert a.tolist() == [1.5, 1.5] and b.tolist() == [2, 2] and c is None      # None on every rank stays
     assert told == ((["rank 0", 0], [1.5, 6.0]),) * 2
     assert differing(*nets) == [] and all(v.isfinite().all() for v in nets[0].values())
     assert [line.get("skipped", 0) for line in lines[0]] == [0, 0, 1, 0]
-    assert all("rank 1 calls nets in another order than rank 0, from call 0" in s for s in sentence)
+    assert all("rank 1 calls nets in another order than rank 0, from call 0" in s for s in other_order)
+    assert full_disk[0] == full_disk[1] and re.search(r"could not write \S+0000002\.pth", full_disk[0])
     p = torch.nn.Parameter(torch.zeros(2))
     trainer.average_gradients([p], None, 1)
     assert p.grad is None and common.from_rank0("x", None) == "x" and common.all_mean(p) is p
