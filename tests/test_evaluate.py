@@ -1,18 +1,14 @@
 """evaluate.py: its figures against closed forms, the shipped classifier, what it writes."""
 import json
-import multiprocessing
-import os
 
 import numpy as np
 import pytest
 import torch
-from test_sample import runs  # noqa: F401  (a fixture)
 
-import ckpt
 import evaluate
 import sample
 import trainer
-from common import BadInput
+from run import ranks, refused, spy
 from tools import make_classifier
 
 FEW = ["--seeds", "2", "--samples", "70", "--batch", "32"]
@@ -42,18 +38,15 @@ def test_frechet_distance_to_itself_is_0_also_where_features_are_dead_or_few():
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     x[:, 40:], x[:, 30:35] = 0, x[:, :5]
     for part in (x, x[:20]):
-        assert abs(evaluate.frechet(part, part)) < 1e-9
-        assert abs(evaluate.frechet(part, part.flip(0))) < 1e-9
+        assert abs(evaluate.frechet(part, part)) < 1e-9 and abs(evaluate.frechet(part, part.flip(0))) < 1e-9
     assert evaluate.frechet(x, x[:99]) == pytest.approx(evaluate.frechet(x[:99], x), abs=1e-9)
 
-def test_copies_of_training_digits_score_perfectly_but_as_memorised_and_held_out_ones_are_recognised(judge):
-    found = judge(*evaluate.digits("train"))
+def test_training_digits_score_perfectly_but_as_memorised_held_out_ones_as_new_and_degraded_ones_worse(judge):
+    (held, _), (x0, label) = evaluate.digits("val"), evaluate.digits("train")
+    found = judge(x0, label)
     assert abs(found["fd"]) < 1e-9 and found["nearest"] == 0 and found["agreement"] >= 0.97
     assert judge.real["held_out"]["agreement"] >= 0.97
     assert judge.features.shape == (1500, 64) and evaluate.CLASSIFIER.stat().st_size < 300_000
-
-def test_held_out_digits_count_as_new_and_degraded_ones_score_worse_than_real_ones(judge):
-    (held, _), (x0, label) = evaluate.digits("val"), evaluate.digits("train")
     for half in (held[::2], held[1::2]):
         assert evaluate.nearest(half, x0) / judge.unit == pytest.approx(1, abs=0.1)
     assert 0 < judge.real["halves"]["fd"] < judge.real["held_out"]["fd"] < 3
@@ -85,16 +78,11 @@ def test_the_file_holds_every_figure_with_what_made_it(runs, judge, capsys):
     assert names == ["net", "ema_slow", "teacher", "real halves", "held out"]
 
 def test_all_scores_every_checkpoint_and_a_frozen_teacher_once(runs, monkeypatch):
-    names, score = [], evaluate.score
-    monkeypatch.setattr(evaluate, "score", lambda run, *a: names.append((run.it, a[1])) or score(run, *a))
+    scored = spy(monkeypatch, evaluate, "score")
     evaluate.main([str(runs / "dmd2"), *FEW, "--all"])
-    assert names == [(1, "ema_slow"), (1, "teacher"), (2, "ema_slow")]
+    assert [(args[0].it, args[2]) for args, _ in scored] == [(1, "ema_slow"), (1, "teacher"), (2, "ema_slow")]
     first, second = (json.loads((runs / f"dmd2/eval/{it:07d}.json").read_text())["results"] for it in (1, 2))
     assert first[1]["fd"] == second[1]["fd"] and first[0]["fd"] != second[0]["fd"]
-
-def on_rank(rank, args):
-    os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29677")
-    evaluate.main(args)
 
 def test_two_ranks_give_the_figures_of_one_for_every_net_and_step_count(runs):
     args = [str(runs / "sft"), *FEW, "--net", "ema,student", "--steps", "1,3"]
@@ -102,13 +90,7 @@ def test_two_ranks_give_the_figures_of_one_for_every_net_and_step_count(runs):
     evaluate.main(args)
     one = json.loads(file.read_text())
     file.unlink()
-    fork = multiprocessing.get_context("fork")                          # spares two imports of torch
-    ranks = [fork.Process(target=on_rank, args=(rank, args)) for rank in range(2)]
-    for p in ranks:
-        p.start()
-    for p in ranks:
-        p.join(60)
-    assert [p.exitcode for p in ranks] == [0, 0]
+    ranks(2, evaluate.main, args)
     two = json.loads(file.read_text())
     assert [(r["net"], r["steps"], r["calls"]) for r in two["results"]] == [
         ("ema", 1, 1), ("ema", 3, 5), ("student", 1, 1), ("student", 3, 5)]
@@ -124,15 +106,14 @@ def test_two_ranks_give_the_figures_of_one_for_every_net_and_step_count(runs):
     ("--samples 1501", "--samples 1501 from 2 to 1500"),
 ])
 def test_bad_input_is_one_sentence(runs, args, sentence):
-    with pytest.raises(BadInput, match=sentence):
-        evaluate.main([str(runs / "dmd2"), "--seeds", "1", *args.split()])
+    refused(evaluate.main, [str(runs / "dmd2"), "--seeds", "1", *args.split()], says=[sentence])
 
 def test_other_data_than_digits_are_refused(runs, monkeypatch):
     run = sample.load_run(runs / "sft")
     run.cfg["data"] = "cifar10.zip"
     monkeypatch.setattr(sample, "load_run", lambda *a: run)
-    with pytest.raises(BadInput, match="is a run on cifar10.zip; this version scores --data digits only"):
-        evaluate.main([str(run.folder)])
+    says = ["is a run on cifar10.zip; this version scores --data digits only"]
+    refused(evaluate.main, [str(run.folder)], says=says)
 
 @pytest.mark.slow
 def test_the_tool_makes_as_good_a_classifier_from_any_seed_and_the_same_from_one():

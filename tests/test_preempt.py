@@ -29,7 +29,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the proce
 
 TRAIN = trainer.ROOT / "train.py"
 COMMAND = [str(SFT), "--net=toy:tiny", "--batch_size=8", "--val_every=0", "--sample_every=0",
-           "--save_every=0", "--log_every=1", "--wandb=disabled", "--device=cpu", "--name=run", "--log_level=debug"]
+           "--save_every=0", "--log_every=1", "--wandb=disabled", "--device=cpu",
+           "--name=run", "--log_level=debug"]
 KILL, TERM, USR1, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 runs = []
 

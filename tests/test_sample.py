@@ -1,5 +1,4 @@
 """sample.py, on runs of two iterations of the toy net."""
-import functools
 import os
 import runpy
 import shutil
@@ -13,39 +12,8 @@ from PIL import Image
 
 import ckpt
 import sample
-import train
 import trainer
-from common import BadInput
-
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ["--net", "toy:tiny", "--data", "digits", "--max_iter", "2", "--batch_size", "8", "--val_every", "0",
-        "--lr_schedule", "constant", "--save_every", "1", "--wandb", "disabled", "--log_level", "warning"]
-
-@functools.cache
-def make_runs(root):
-    """Folder of the runs sft, dmd2 (distils its student) and parts (sft of that with a frozen layer)."""
-    text = (ROOT / "methods/sft.py").read_text()
-    for old, new in (("return dict(student=student.train())",
-                      "student.patch.requires_grad_(False)\n    return dict(student=student.train())"),
-                     ('(nets["student"].parameters()',
-                      '([p for p in nets["student"].parameters() if p.requires_grad]')):
-        assert old in text
-        text = text.replace(old, new)
-    (root / "parts.py").write_text(text)
-    teacher = ["--teacher", str(root / "fewstep/digits/sft")]
-    with pytest.MonkeyPatch.context() as m:
-        m.setenv("FEWSTEP_OUTPUT_ROOT", str(root))
-        for path, args in (
-                (ROOT / "methods/sft.py", []),
-                (ROOT / "methods/dmd2.py", ["--update_ratio", "1", "--ema", "ema_slow:0.5"] + teacher),
-                (root / "parts.py", ["--guidance", "2"] + teacher)):
-            method = train.load_method(path)
-            trainer.train(method, train.resolve(method, TINY + args)[0])
-    return root / "fewstep/digits"
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    return make_runs(tmp_path_factory.getbasetemp())
+from run import refused, saved, spy
 
 def drawn(run, name, ids, steps, batch):
     net, labels = sample.load_net(run, name, torch.device("cpu")), torch.tensor([i % 10 for i in ids])
@@ -86,25 +54,21 @@ def test_separate_files_are_the_samples_of_the_sheet_and_say_what_they_are(runs,
                         "guidance": "1.0", "seed": str(seed), "class": "37"[seed % 2]}
 
 def test_only_the_wanted_net_is_made_and_no_source_is_read_for_a_student(runs, monkeypatch):
-    made, make, files, read = [], ckpt.materialise, [], ckpt.read
-    monkeypatch.setattr(ckpt, "materialise", lambda net, name, *a: made.append(name) or make(net, name, *a))
-    monkeypatch.setattr(ckpt, "read", lambda source: files.append(source) or read(source))
+    made, read = spy(monkeypatch, ckpt, "materialise"), spy(monkeypatch, ckpt, "read")
     run = sample.load_run(runs / "dmd2")
     assert list(run.names) == ["ema_slow", "student", "teacher", "fake_score"]
     student, average = (sample.load_net(run, n, "cpu").state_dict() for n in ("student", "ema_slow"))
-    assert made == ["student", "student"] and files == []
+    assert [args[1] for args, _ in made] == ["student", "student"] and read == []
     assert all(torch.equal(v, run.state["nets"]["student"][k]) for k, v in student.items())
     assert all(torch.equal(v, run.state["emas"]["ema_slow"][k]) for k, v in average.items())
     assert not all(torch.equal(student[k], average[k]) for k in student)
     assert all(p.is_meta for net in run.nets.values() for p in net.parameters())
-    teacher = sample.load_net(run, "teacher", "cpu").state_dict()
-    origin = ckpt.load(ckpt.path(runs / "sft/checkpoints", 2))["nets"]["student"]
-    assert made[2:] == ["teacher"] and len(files) == 1
-    assert all(torch.equal(v, origin[k]) for k, v in teacher.items())
+    teacher, origin = sample.load_net(run, "teacher", "cpu").state_dict(), saved(runs / "sft", 2)
+    assert [args[1] for args, _ in made[2:]] == ["teacher"] and len(read) == 1
+    assert all(torch.equal(v, origin["nets"]["student"][k]) for k, v in teacher.items())
 
 def test_frozen_parts_of_a_student_and_its_average_come_from_its_source(runs):
-    run = sample.load_run(runs / "parts")
-    origin = ckpt.load(ckpt.path(runs / "sft/checkpoints", 2))["nets"]["student"]
+    run, origin = sample.load_run(runs / "parts"), saved(runs / "sft", 2)["nets"]["student"]
     for name, kept in (("student", run.state["nets"]["student"]), ("ema", run.state["emas"]["ema"])):
         assert "patch.weight" not in kept
         for k, v in sample.load_net(run, name, "cpu").state_dict().items():
@@ -114,34 +78,32 @@ def test_guidance_reaches_the_sampler_and_is_refused_where_it_changes_nothing(ru
     x0 = {g: drawn(sample.load_run(runs / "parts", guidance=g), "ema", [0], 4, 1) for g in (None, 1.0, 2.0)}
     assert torch.equal(x0[None], x0[2.0]) and not torch.equal(x0[1.0], x0[2.0])
     drawn(sample.load_run(runs / "dmd2", guidance=2.0), "teacher", [0], 2, 1)
-    with pytest.raises(BadInput, match="--guidance 2 changes nothing for ema_slow"):
-        sample.main([str(runs / "dmd2"), "--guidance", "2"])
+    says = ["--guidance 2 changes nothing for ema_slow"]
+    refused(sample.main, [str(runs / "dmd2"), "--guidance", "2"], says=says)
 
-@pytest.mark.parametrize("run, args, sentence", [
-    ("nothing", "", "nothing holds no checkpoints; give a run folder"),
-    ("dmd2", "--ckpt 7", "no checkpoint 7; the nearest is 2, the newest 2"),
-    ("dmd2", "--net techer", "--net techer is not in .*; it has ema_slow, student, teacher, fake_score"),
-    ("dmd2", "--steps 3", "trained for 1 steps, not for --steps 3"),
-    ("dmd2", "--steps 0", "--steps 0 .* must be at least 1"),
-    ("dmd2", "--seeds 5-", "--seeds '5-' is not a list"),
-    ("dmd2", "--seeds 9-3", "--seeds '9-3' is not a list"),
-    ("dmd2", "--seeds 10000000", "--seeds 10000000 is out of range; numbers go from 0 to 9999999"),
-    ("dmd2", "--classes 10", "--classes 10 is out of range; numbers go from 0 to 9"),
-    ("dmd2", "--out {}/config.json/there", "config.json/there cannot be written to"),
+@pytest.mark.parametrize("run, args, words", [
+    ("nothing", "", ["nothing holds no checkpoints; give a run folder"]),
+    ("dmd2", "--ckpt 7", ["no checkpoint 7; the nearest is 2, the newest 2"]),
+    ("dmd2", "--net techer", ["--net techer is not in", "; it has ema_slow, student, teacher, fake_score"]),
+    ("dmd2", "--steps 3", ["trained for 1 steps, not for --steps 3"]),
+    ("dmd2", "--steps 0", ["--steps 0 ", "must be at least 1"]),
+    ("dmd2", "--seeds 5-", ["--seeds '5-' is not a list"]),
+    ("dmd2", "--seeds 9-3", ["--seeds '9-3' is not a list"]),
+    ("dmd2", "--seeds 10000000", ["--seeds 10000000 is out of range; numbers go from 0 to 9999999"]),
+    ("dmd2", "--classes 10", ["--classes 10 is out of range; numbers go from 0 to 9"]),
+    ("dmd2", "--out {}/config.json/there", ["config.json/there cannot be written to"]),
 ])
-def test_bad_input_is_one_sentence(runs, run, args, sentence):
-    with pytest.raises(BadInput, match=sentence):
-        sample.main([str(runs / run), *args.format(runs / run).split()])
+def test_bad_input_is_one_sentence(runs, run, args, words):
+    refused(sample.main, [str(runs / run), *args.format(runs / run).split()], says=words)
 
 def test_a_vanished_teacher_exits_with_2_but_the_student_samples(runs, tmp_path, monkeypatch, capsys):
     shutil.copytree(runs / "dmd2", tmp_path / "run")
-    state = ckpt.load(ckpt.path(tmp_path / "run/checkpoints", 2))
+    state = saved(tmp_path / "run", 2)
     next(iter(state["sources"].values()))["file"] = str(tmp_path / "gone.pth")
     torch.save(state, ckpt.path(tmp_path / "run/checkpoints", 2))
     sample.main([str(tmp_path / "run")])
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "argv", ["sample.py", str(tmp_path / "run"), "--net", "teacher"])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
-    assert end.value.code == 2
-    assert "gone.pth is gone since this run began" in capsys.readouterr().err
+        runpy.run_path(str(trainer.ROOT / "sample.py"), run_name="__main__")
+    assert end.value.code == 2 and "gone.pth is gone since this run began" in capsys.readouterr().err
