@@ -8,7 +8,6 @@ import torch
 
 import run
 import trainer
-from common import BadInput
 
 sys.path.insert(0, str(trainer.ROOT / "tools"))
 import bench  # noqa: E402
@@ -20,10 +19,6 @@ FAKE = ["student forward x 2", "fake_score forward + backward", "features forwar
 STUDENT = ["student forward, simulated steps", "student forward + backward", "fake_score forward",
            "teacher forward", "features forward + input gradient", "discriminator forward + input gradient",
            "optimizer", "= passes"]
-
-@pytest.fixture(autouse=True)
-def root(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", str(tmp_path / "outputs"))   # puts it back afterwards
 
 def table(argv, capsys):
     """{phase: [(row, median)]} and {phase: device syncs} of what bench prints."""
@@ -40,7 +35,7 @@ def table(argv, capsys):
     return rows, syncs
 
 def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(capsys):
-    rows, syncs = table([trainer.ROOT / "methods" / "dmd2.py", "--steps", "3"], capsys)
+    rows, syncs = table([run.DMD2, "--steps", "3"], capsys)
     assert syncs == dict(fake=1, student=1) and list(rows) == ["fake", "student"]
     for phase, names in dict(fake=FAKE, student=STUDENT).items():
         assert [name for name, _ in rows[phase]] == names + PARTS + ["ratio"]
@@ -55,8 +50,7 @@ def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(cap
     ("dmd2", dict(r1_weight=1.0, steps=2, student_input="data")),
     ("dmd2", dict(r1_weight=1.0, gan_features="teacher", guidance=0.0))], ids=str)
 def test_the_passes_of_a_phase_are_the_net_calls_of_its_step(name, changes):
-    method = run.load(name)
-    cfg = run.config(method, **changes)
+    method, cfg = run.setup(name, **changes)
     nets, batch = run.nets_of(method, cfg), run.batch_of(cfg)
     opts, calls = method.optimizers(nets, cfg), Counter()
     for key, net in nets.items():       # per net: with a graph or without, whole or to the last tap
@@ -78,10 +72,10 @@ def test_the_passes_of_a_phase_are_the_net_calls_of_its_step(name, changes):
         assert {*run.gradients(nets)} == with_grad
 
 def test_a_method_without_an_entry_is_refused_and_a_copy_is_not(tmp_path, capsys):
-    text = (trainer.ROOT / "methods" / "sft.py").read_text()
+    text = run.SFT.read_text()
     (tmp_path / "mine.py").write_text(text)
     rows, _ = table([tmp_path / "mine.py"], capsys)
     assert [row[0] for row in rows["student"][:3]] == ["student forward + backward", "optimizer", "= passes"]
     (tmp_path / "other.py").write_text(text.replace('recipes="sft"', 'recipes="other"'))
-    with pytest.raises(BadInput, match=r"other\.py has recipes 'other'; .*passes of sft, dmd2: .*PASSES"):
-        bench.main([str(tmp_path / "other.py")])
+    run.refused(bench.main, [str(tmp_path / "other.py")],
+                says=["other.py has recipes 'other'; ", "passes of sft, dmd2: ", "PASSES"])

@@ -1,6 +1,7 @@
 """nets/edm.py, nets/discriminators.py and tools/convert_edm.py; what every net must do is in test_nets.py."""
 import os
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -12,53 +13,45 @@ import torch
 from torch import nn
 
 import golden_recipe
-from common import BadInput, make_net
+from common import make_net
 from nets import edm
 from nets.discriminators import UNetHead, group_norm
+from run import refused
 from tools import convert_edm
 
 TEACHERS = ["edm_ddpmpp", "edm_ncsnpp", "edm_adm"]
 
-def fixture_net(info, **options):
-    """Our net for a fixture's constructor arguments."""
-    c = dict(info["config"])
+def golden(name, same=True, **options):
+    """(our net for a fixture's constructor arguments, the reference's outputs, x, t, cond, r). The net is
+    filled as the trainer does it: through adapt; what the recipe keeps (resample filters) stays as built."""
+    info, want, weights = golden_recipe.load(name)
+    c, given = dict(info["config"]), info["inputs"]
     size, channels, adm = c["img_resolution"], c["img_channels"], c["model_type"] == "DhariwalUNet"
     kw = dict(x_shape=(channels, size, size), width=c["model_channels"], mult=c["channel_mult"], adm=adm,
               blocks=c["num_blocks"], attn=c["attn_resolutions"], dropout=c["dropout"],
               label_dim=c["label_dim"], augment_dim=c["augment_dim"])
-    if adm:
-        kw.update(emb_mult=c["channel_mult_emb"])
-    else:
-        kw.update(noise_mult=c["channel_mult_noise"], fourier=c["embedding_type"] == "fourier",
-                  residual=c["encoder_type"] == "residual", resample=c["resample_filter"])
-    return edm.EDM(**kw | options).eval()
-
-def fill(net, weights):
-    """Loads as the trainer does: through adapt; what the recipe keeps (resample filters) stays as built."""
-    given = {key: a for key, w in weights.items() if (a := net.adapt(key, w)) is not None}
-    left, unknown = net.load_state_dict(given, strict=False)
+    kw |= dict(emb_mult=c["channel_mult_emb"]) if adm else dict(
+        noise_mult=c["channel_mult_noise"], fourier=c["embedding_type"] == "fourier",
+        residual=c["encoder_type"] == "residual", resample=c["resample_filter"])
+    net = edm.EDM(**kw | options).eval()
+    fit = {key: a for key, w in weights.items() if (a := net.adapt(key, w)) is not None}
+    left, unknown = net.load_state_dict(fit, strict=False)
     assert not unknown and all(key.endswith("resample_filter") for key in left)
-    return net
-
-def fixture_inputs(info):
-    t = torch.tensor(info["inputs"].get("sigma") or info["inputs"]["t"], dtype=torch.float64)
+    shapes = {key: list(v.shape) for key, v in net.state_dict().items()}
+    assert not same or shapes == {key: shape for key, shape, _ in info["state_dict"]}
+    times = given.get("sigma") or given["t"], given.get("r", 0)
+    t, r = (torch.tensor(v, dtype=torch.float64) for v in times)
     cond = dict(label=torch.tensor([1, 3]))
-    if info["inputs"].get("augment_labels"):
+    if given.get("augment_labels"):
         cond["augment"] = golden_recipe.tensor("aug", (2, 9), 1.0)
-    return golden_recipe.tensor("x", (2, 3, 8, 8)), t, cond
-
-def shapes(net):
-    return {key: list(v.shape) for key, v in net.state_dict().items()}
+    return net, want, golden_recipe.tensor("x", (2, 3, 8, 8)), t, cond, r
 
 def near(a, b):
     return a.shape == b.shape and (a - b).abs().max() <= 2e-5
 
 @pytest.mark.parametrize("name", TEACHERS)
 def test_outputs_equal_the_reference(name):
-    info, want, weights = golden_recipe.load(name)
-    net = fill(fixture_net(info), weights)
-    assert shapes(net) == {key: shape for key, shape, _ in info["state_dict"]}
-    x, t, cond = fixture_inputs(info)
+    net, want, x, t, cond, _ = golden(name)
     taps, raw = tuple(range(net.n_taps)), []
     net.model.register_forward_hook(lambda module, args, out: raw.append(out[0]))
     got = net(x, t, cond, taps=taps)
@@ -70,11 +63,7 @@ def test_outputs_equal_the_reference(name):
         assert stopped.keys() == {"taps"} and near(stopped["taps"][0], features[k]) and raw[-1] is None
 
 def test_outputs_with_r_and_logvar_equal_the_reference():
-    info, want, weights = golden_recipe.load("fastgen_edm_ddpmpp_r")
-    net = fill(fixture_net(info, r=True, logvar=True), weights)
-    assert shapes(net) == {key: shape for key, shape, _ in info["state_dict"]}
-    x, t, cond = fixture_inputs(info)
-    r = torch.tensor(info["inputs"]["r"], dtype=torch.float64)
+    net, want, x, t, cond, r = golden("fastgen_edm_ddpmpp_r", r=True, logvar=True)
     got = net(x, t, cond, r=r, taps=(0, 1), logvar=True)
     assert near(got["out"], want["D"]) and near(got["logvar"], want["logvar"][:, 0])
     assert near(got["taps"][0], want["feat0"]) and near(got["taps"][1], want["feat1"])
@@ -82,9 +71,7 @@ def test_outputs_with_r_and_logvar_equal_the_reference():
 
 @pytest.mark.parametrize("name", TEACHERS)
 def test_a_teacher_loads_into_a_net_with_r_and_r_changes_nothing(name):
-    info, want, weights = golden_recipe.load(name)
-    net = fill(fixture_net(info, r=True), weights)
-    x, t, cond = fixture_inputs(info)
+    net, want, x, t, cond, _ = golden(name, same=False, r=True)
     for r in (t / 2, torch.zeros_like(t)):
         assert near(net(x, t, cond, r=r), want["D"])
     net(x, t, cond, r=t / 2).square().mean().backward()     # and it can learn to
@@ -92,10 +79,7 @@ def test_a_teacher_loads_into_a_net_with_r_and_r_changes_nothing(name):
     assert all(net.adapt(key, v) is v for key, v in net.state_dict().items())      # its own fit as they are
 
 def test_augment_weights_are_dropped_by_a_net_without_augment():
-    info, want, weights = golden_recipe.load("edm_ddpmpp")
-    net = fill(fixture_net(info, augment_dim=0), weights)
-    x, t, cond = fixture_inputs(info)
-    assert "model.map_augment.weight" in weights
+    net, want, x, t, cond, _ = golden("edm_ddpmpp", same=False, augment_dim=0)
     assert near(net(x, t, dict(augment=cond["augment"])), want["D_uncond"])
 
 def test_public_sizes_have_the_published_parameter_counts():
@@ -128,18 +112,12 @@ def test_weights_start_as_published():
     freqs = edm.TimeEmbedding(2000, True, fourier=True).freqs
     assert 14 < freqs.std() < 18
 
-def test_a_label_beyond_the_classes_is_refused():
-    net = make_net("edm:digits,label_dim=4")
+def test_a_label_beyond_the_classes_and_an_r_missing_or_unasked_are_refused():
     x, t = torch.randn(2, 1, 8, 8), torch.ones(2, dtype=torch.float64)
-    with pytest.raises(BadInput, match="label 4 .* label_dim 4"):
-        net(x, t, dict(label=torch.tensor([0, 4])))
-
-@pytest.mark.parametrize("r_given", [True, False])
-def test_r_must_be_given_exactly_where_the_net_has_it(r_given):
-    net = make_net("edm:digits", r=not r_given)
-    x, t = torch.randn(2, 1, 8, 8), torch.ones(2, dtype=torch.float64)
-    with pytest.raises(BadInput, match="r=True"):
-        net(x, t, r=t if r_given else None)
+    beyond = dict(label=torch.tensor([0, 4]))
+    assert re.search("label 4 .* label_dim 4", refused(make_net("edm:digits,label_dim=4"), x, t, beyond))
+    refused(make_net("edm:digits"), x, t, r=t, says=["r=True"])
+    refused(make_net("edm:digits", r=True), x, t, says=["r=True"])
 
 def test_head_outputs_equal_the_reference():
     info, want, weights = golden_recipe.load("disc_edm")
@@ -159,8 +137,7 @@ def test_heads_fit_small_maps_with_channels_of_their_own():
         assert all(bool((g != 0).all()) == bool(g.any()) == (k == i) for k, g in enumerate(grads))
     assert [len(h) for h in head.discriminator_heads] == [7, 4, 4, 4, 10]      # 4 modules without a halving
     assert [group_norm(c).num_groups for c in (8, 32, 48, 64, 256, 768, 1280)] == [2, 8, 12, 16, 32, 32, 32]
-    with pytest.raises(BadInput, match="tap_shapes"):
-        head(features[:2])
+    refused(head, features[:2], says=["tap_shapes"])
 
 def test_heads_of_the_digits_net_take_its_taps_and_cifar_heads_are_wrap_units():
     net = make_net("edm:digits")
@@ -172,21 +149,7 @@ def test_heads_of_the_digits_net_take_its_taps_and_cifar_heads_are_wrap_units():
     assert [type(head.get_submodule(name)) for name in head.blocks] == [nn.Sequential] * 3
     assert 9.4e6 < sum(p.numel() for p in head.parameters()) < 9.5e6           # FastGen: 9.44 M
 
-def test_heads_from_meta_equal_a_plain_start():
-    def start(head):
-        for module in head.modules():
-            if list(module.parameters(recurse=False)):
-                torch.manual_seed(5)
-                module.reset_parameters()
-        return head.state_dict()
-
-    with torch.device("meta"):
-        meta = UNetHead([(8, 8, 8)])
-    plain, meta = start(UNetHead([(8, 8, 8)])), start(meta.to_empty(device="cpu"))
-    assert all(torch.equal(meta[key], v) for key, v in plain.items()) and plain.keys() == meta.keys()
-
-# The converter. Pickles are made as torch_utils.persistence makes them, with every trap we know of inside.
-
+# ---- the converter; pickles are made as torch_utils.persistence makes them, with every trap we know of
 class Runs:
     """A pickle of it calls `function` when plainly loaded."""
 
@@ -259,11 +222,18 @@ def test_convert_edm_runs_as_a_script_from_any_folder(reference, tmp_path):
     assert weights.keys() == net.state_dict().keys() and not any(flag.exists() for flag in flags)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["net.pkl", "net.pth"]
 
-def test_converts_to_safetensors(reference, tmp_path, monkeypatch):
+@pytest.fixture
+def convert(tmp_path, monkeypatch):
+    """The converter's main on two files of tmp_path."""
+    def convert(source, target):
+        monkeypatch.setattr(sys, "argv", ["convert_edm.py", f"{tmp_path / source}", f"{tmp_path / target}"])
+        convert_edm.main()
+    return convert
+
+def test_converts_to_safetensors(reference, tmp_path, convert):
     load_file = pytest.importorskip("safetensors.torch").load_file
     (tmp_path / "net.pkl").write_bytes(pickle.dumps(reference[0]))
-    monkeypatch.setattr(sys, "argv", ["convert_edm.py", f"{tmp_path}/net.pkl", f"{tmp_path}/net.safetensors"])
-    convert_edm.main()
+    convert("net.pkl", "net.safetensors")
     weights = load_file(tmp_path / "net.safetensors")
     assert all(torch.equal(weights[k], v) for k, v in reference[0].state_dict().items())
 
@@ -277,12 +247,11 @@ def test_converts_to_safetensors(reference, tmp_path, monkeypatch):
     ("net.pkl", pickle.dumps({}), "nowhere/out.pth", "existing folder"),
 ])
 def test_what_cannot_be_converted_is_one_sentence_and_exit_2(
-        tmp_path, monkeypatch, capsys, name, content, target, message):
+        tmp_path, convert, capsys, name, content, target, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["convert_edm.py", f"{tmp_path / name}", f"{tmp_path / target}"])
     with pytest.raises(SystemExit) as stop:
-        convert_edm.main()
+        convert(name, target)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and message in error and error.count("\n") == 1
     assert not (tmp_path / target).exists()
