@@ -170,11 +170,9 @@ def child(rank, world, folder, env, check, args):
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     start, stores = dist.init_process_group, iter(range(1000))
-
     def through_a_file(*_):
         start("gloo", init_method=f"file://{folder}/store{next(stores)}", rank=rank, world_size=world,
               timeout=timedelta(seconds=30))
-
     dist.init_process_group = through_a_file
     try:
         result = check(*args), None

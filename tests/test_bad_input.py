@@ -213,7 +213,6 @@ def test_a_folder_of_another_run_is_refused_and_the_ways_on_work(run, refused, h
     before = files(folder)
     assert re.search("weights of student .* do not fit the net: .*misshapen", refused(mine, *wider))
     assert files(folder) == before
-
     mine.write_text(mine.read_text() + "\n# changed\n")
     assert re.search("has changed since.*(--name NEW.*--resume force|--resume force.*--name NEW)",
                      refused(mine, *command, "--max_iter", "4"))
@@ -290,7 +289,6 @@ def test_help_lists_every_key_with_a_comment_and_dry_run_marks_what_changed(run,
     assert sorted(listed) == sorted({**trainer.defaults, **config})             # each once
     blank = [line for line in out.splitlines() if re.fullmatch(r"  --\w+ +(\S+|\(.*\))\s*", line)]
     assert not blank, "keys without a comment:\n" + "\n".join(blank)
-
     assert run(SFT, *TINY, "--max_iter", "1", "--name", "teacher")[0] == 0
     before = sorted(here.rglob("*"))
     teacher = ("--teacher", "outputs/fewstep/digits/teacher")

@@ -164,25 +164,20 @@ def reference(monkeypatch, tmp_path):
     """(network as in NVIDIA's releases, files that exist only if something of the pickle was run)."""
     flags = [tmp_path / "os.system", tmp_path / "eval", tmp_path / "module_src"]
     persistence, util = types.ModuleType("torch_utils.persistence"), types.ModuleType("dnnlib.util")
-
     def _reconstruct_persistent_obj(meta):
         exec(meta.module_src, {})
-
     class EasyDict(dict):
         __getattr__ = dict.__getitem__
-
     for module, thing in ((persistence, _reconstruct_persistent_obj), (util, EasyDict)):
         thing.__module__, thing.__qualname__ = module.__name__, thing.__name__
         setattr(module, thing.__name__, thing)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(sys.modules, module.__name__.split(".")[0], types.ModuleType("package"))
-
     class Persistent(nn.Module):
         def __reduce__(self):
             source = f"open({str(flags[2])!r}, 'w')"
             meta = EasyDict(type="class", version=6, module_src=source, class_name="Net", state=self.__dict__)
             return persistence._reconstruct_persistent_obj, (meta,), None
-
     net, part = Persistent(), Persistent()
     part.weight, part.bias = nn.Parameter(torch.randn(3, 2)), None
     part.register_parameter("absent", None)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ckpt
 import common
 import logs
 import run
-import train
 import trainer
 from run import assert_alike, config, differing, load, refused, saved, setup, spy
 
@@ -24,11 +24,9 @@ EMAS = ("ema:0.9", "ema_power:power=0.1", "ema_half:half_kimg=0.05")
 def poisoned(method, *its, by=float("nan")):
     """The method with a loss times `by` in these iterations."""
     step = method.step
-
     def poison(nets, batch, it, cfg):
         loss, parts = step(nets, batch, it, cfg)
         return (loss * by if it in its else loss), parts
-
     method.step = poison
     return method
 
@@ -92,16 +90,13 @@ def two_ranks():
     told = common.from_rank0(["rank 0", 0] if rank == 0 else None, world), common.all_mean(x).tolist()
     assert x.tolist() == [1 + rank, 4 + 4 * rank]
     torch.distributed.destroy_process_group()
-
     method, cfg = setup("sft", max_iter=4, name="one_rank_is_inf")
     skipping = run.run(poisoned(method, 2, by=float("inf")) if rank == 1 else method, cfg)
     method, cfg = setup("dmd2", max_iter=4, name="other_order", debug_calls=True)
     step = method.step
-
     def teacher_first(nets, batch, it, cfg):
         nets["teacher"](batch["x0"], common.t_like(1, batch["x0"]))
         return step(nets, batch, it, cfg)
-
     method.step = teacher_first if rank == 1 else step
     other_order = refused(run.run, method, cfg)
     grads, student = [p.grad for p in params], dict(skipping.nets["student"].state_dict())
@@ -139,19 +134,17 @@ def test_every_ema_is_the_chain_of_its_own_rates_also_over_a_resume(outputs):
         for k, v in saved(outputs / "dmd2", 12)["emas"][entry.partition(":")[0]].items():
             torch.testing.assert_close(v.double(), ema[k], rtol=1e-5, atol=1e-6)
 
-def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(capsys):
+def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(capsys, monkeypatch):
     method, cfg = setup("sft", lr=0.002, weight_decay=0.0, warmup=0, lr_schedule="cosine:0.5", max_iter=10)
-    opts, optimizers = [], method.optimizers
-    method.optimizers = lambda nets, cfg: opts.append(optimizers(nets, cfg)) or opts[-1]
+    made = spy(monkeypatch, method, "optimizers")
     run.run(method, cfg | dict(stop_at=5))
     lines = run.run(method, cfg | dict(lr=0.05, weight_decay=0.3, betas=(0.8, 0.9))).lines
-    assert lines[5]["it"] == 6
+    assert [line["it"] for line in lines] == list(range(1, 11))
     assert lines[5]["lr"] == pytest.approx(0.05 * common.lr_factor("cosine:0.5", 5, 0, 10))
     assert lines[9]["lr"] == pytest.approx(0.025)
-    group = opts[-1]["student"].param_groups[0]
-    assert group["weight_decay"] == 0.3 and group["betas"] == (0.8, 0.9)
-    assert all(s["step"] == 10 for s in opts[-1]["student"].state.values())
-    out = capsys.readouterr().out
+    opt, out = made[-1][1]["student"], capsys.readouterr().out
+    assert opt.param_groups[0]["weight_decay"] == 0.3 and opt.param_groups[0]["betas"] == (0.8, 0.9)
+    assert all(s["step"] == 10 for s in opt.state.values())
     assert "config differs from the checkpoint: lr was 0.002, now 0.05" in out
     assert "weight_decay was 0.0, now 0.3" in out
 
@@ -165,20 +158,18 @@ def test_an_ema_that_the_checkpoint_lacks_starts_from_the_student(outputs):
 
 # ---- checkpoints
 def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(outputs, monkeypatch):
-    written, save = [], ckpt.save
-    monkeypatch.setattr(ckpt, "save", lambda file, state: written.append(file.name) or save(file, state))
     method, cfg = setup("sft", max_iter=10, save_every=5, log_every=3, val_every=5)
-    its, step = [], method.step
-    method.step = lambda nets, batch, it, cfg: its.append(it) or step(nets, batch, it, cfg)
+    saves, steps = spy(monkeypatch, ckpt, "save"), spy(monkeypatch, method, "step")
     lines = run.run(method, cfg).lines
-    assert written == ["0000005.pth", "0000010.pth"]
-    assert its == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]      # validation: the first 0 and 5, the 10
+    assert [args[0].name for args, _ in saves] == ["0000005.pth", "0000010.pth"]
+    # validation: the first 0 and 5, the 10
+    assert [args[2] for args, _ in steps] == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
     assert run.its(lines) == [3, 6, 9, 10] and run.its(lines, "val/student/loss") == [0, 5, 10]
     run.run(method, config(method, max_iter=9, save_every=2, keep_last=2, name="nine"))
     assert ckpt.scan(outputs / "nine" / "checkpoints") == [8, 9]
-    its.clear()
+    steps.clear()
     trainer.train(method, config(method, max_iter=0, name="none"))
-    assert not its and ckpt.scan(outputs / "none" / "checkpoints") == []
+    assert not steps and ckpt.scan(outputs / "none" / "checkpoints") == []
 
 def test_the_scan_takes_seven_digits_and_pth_only(tmp_path, outputs):
     for name in ("0000500.pth", "0002500.pth", "9999999.pth", "10000000.pth", "0003000.pth.tmp", "best.pth",
@@ -195,13 +186,11 @@ def test_the_scan_takes_seven_digits_and_pth_only(tmp_path, outputs):
 
 def test_a_start_on_the_meta_device_equals_a_plain_one(name):
     method, cfg = setup(name)
-    meta = run.nets_of(method, cfg)
+    held = lambda net: dict(training=net.training, **dict([*net.named_parameters(), *net.named_buffers()]))
+    meta = {n: held(net) for n, net in run.nets_of(method, cfg).items()}
     torch.manual_seed(123)
-    plain = run.nets_of(method, cfg, "cpu")
-    assert {n: net.training for n, net in meta.items()} == {n: net.training for n, net in plain.items()}
-    for n, net in meta.items():
-        assert differing(dict(net.named_parameters()), dict(plain[n].named_parameters())) == []
-        assert differing(dict(net.named_buffers()), dict(plain[n].named_buffers())) == []
+    plain = {n: held(net) for n, net in run.nets_of(method, cfg, "cpu").items()}
+    assert differing(meta, plain) == []
 
 # ---- non-finite gradients
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -229,9 +218,6 @@ def test_max_skipped_in_a_row_end_the_run_and_count_over_a_resume():
     assert run.run(method, cfg | dict(name="off", max_skipped=0)).lines[-1]["it"] == 12
 
 # ---- precision and clipping
-TWO_WEIGHTS = '''
-import torch
-config = dict(max_iter=4, batch_size=2, lr=0.25)
 class Weight(torch.nn.Module):
     schedule, pred, x_shape, optional = "edm", "x0", (1, 8, 8), ()
     def __init__(self):
@@ -241,20 +227,16 @@ class Weight(torch.nn.Module):
         torch.nn.init.ones_(self.w)
     def forward(self):
         return self.w.sum()
-def build(cfg): return dict(student=Weight(), fake=Weight())
-def init(cfg): return {}
-def optimizers(nets, cfg): return {n: torch.optim.SGD(nets[n].parameters(), lr=cfg["lr"]) for n in nets}
-def phase(it, cfg): return "student" if it % 2 else "fake"
-def step(nets, batch, it, cfg): return nets[phase(it, cfg)]() * (1e38 if it == 0 else 1.0), {}
-def sample(net, noise, batch, cfg, steps): return noise(0)
-'''
 
-def test_one_scaler_serves_two_optimizers_with_one_update_per_iteration(tmp_path, monkeypatch):
-    (tmp_path / "two.py").write_text(TWO_WEIGHTS)
-    method = train.load_method(tmp_path / "two.py")
-    updates, update = [], torch.amp.GradScaler.update
-    monkeypatch.setattr(torch.amp.GradScaler, "update", lambda self: updates.append(1) or update(self))
-    result = run.run(method, config(method, max_iter=4, save_every=1, amp="fp16", clip=0.0))
+def test_one_scaler_serves_two_optimizers_with_one_update_per_iteration(monkeypatch):
+    method, cfg = setup("sft", max_iter=4, save_every=1, amp="fp16", clip=0.0, warmup=0,
+                        lr_schedule="constant")
+    method.build = lambda cfg: dict(student=Weight(), fake=Weight())
+    method.optimizers = lambda nets, cfg: {n: torch.optim.SGD(nets[n].parameters(), lr=0.25) for n in nets}
+    method.phase = lambda it, cfg: "student" if it % 2 else "fake"
+    method.step = lambda nets, batch, it, cfg: (nets[method.phase(it, cfg)]() * (1.0 if it else 1e38), {})
+    updates = spy(monkeypatch, torch.amp.GradScaler, "update")
+    result = run.run(method, cfg)
     nets = [saved(result.folder, n)["nets"] for n in (1, 2, 3, 4)]
     weights = [[each[name]["w"].item() for name in ("fake", "student")] for each in nets]
     # the overflow of it 0 halves the scale; a second update would have made the student's first step 0.5
@@ -275,20 +257,13 @@ def test_autocast_runs_with_float32_weights(name):
 
 @pytest.mark.parametrize("clip", [0.05, 1e6])
 def test_clipping_is_torchs_over_all_nets_of_the_phase(clip, monkeypatch):
-    (method, cfg), raw, clipped = setup("dmd2", clip=clip), [], []
-    optimizers, average = method.optimizers, trainer.average_gradients
-
-    def watched(nets, cfg):
-        opts = optimizers(nets, cfg)
-        for opt in opts.values():
-            opt.register_step_pre_hook(lambda opt, *_: clipped.append(
-                [p.grad.clone() for g in opt.param_groups for p in g["params"]]))
-        return opts
-
+    (method, cfg), average, raw, clipped = setup("dmd2", clip=clip), trainer.average_gradients, [], []
     monkeypatch.setattr(trainer, "average_gradients", lambda params, *rest: (
         average(params, *rest), raw.append([p.grad.clone() for p in params])))
-    method.optimizers = watched
+    hook = register_optimizer_step_pre_hook(lambda opt, *_: clipped.append(
+        [p.grad.clone() for g in opt.param_groups for p in g["params"]]))
     lines = run.run(method, cfg).lines
+    hook.remove()
     assert len(raw) == len(clipped) == 12
     for it, (before, after) in enumerate(zip(raw, clipped)):
         params = [torch.nn.Parameter(torch.zeros_like(g)) for g in before]
@@ -297,8 +272,7 @@ def test_clipping_is_torchs_over_all_nets_of_the_phase(clip, monkeypatch):
         norm = torch.nn.utils.clip_grad_norm_(params, clip)
         logged = lines[it]["norm" if method.phase(it, cfg) == "student" else "norm_fake"]
         assert logged == pytest.approx(norm.item(), rel=1e-5)
-        for p, g in zip(params, after):
-            torch.testing.assert_close(g, p.grad, rtol=1e-4, atol=1e-9)
+        torch.testing.assert_close(after, [p.grad for p in params], rtol=1e-4, atol=1e-9)
 
 # ---- what a run says
 STUDENT, FAKE = ["loss", "dm", "gan_g"], ["loss_fake", "dsm", "gan_d", "r1"]
@@ -326,15 +300,9 @@ def test_log_lines_have_fixed_keys_and_means_over_their_window(capsys):
         assert re.fullmatch(rf"it {done:06d}/000010 \| " + pattern, line), line
 
 def test_times_are_per_iteration_of_the_window_also_after_a_resume(monkeypatch):
-    (method, cfg), now = setup("sft", max_iter=20, log_every=4), [0.0]
-    step = method.step
-
-    def second(nets, batch, it, cfg):
-        now[0] += 1.0
-        return step(nets, batch, it, cfg)
-
-    method.step = second
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    method, cfg = setup("sft", max_iter=20, log_every=4)
+    steps = spy(monkeypatch, method, "step")            # each of them takes a second
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: float(len(steps))))
     run.run(method, cfg | dict(stop_at=5))
     lines = run.run(method, cfg | dict(stop_at=7)).lines
     assert [(line["it"], line["ms_per_it"], line["img_per_s"]) for line in lines] == [
@@ -361,11 +329,9 @@ def test_wandb_is_off_without_a_key_or_the_package_and_never_asks(tmp_path, monk
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     said = []
-
     def start(mode):
         cfg = dict(wandb=mode, project="p", group="g", name="n")
         return logs.start_wandb(cfg, tmp_path, lambda text, level="info": said.append(text))
-
     assert start("disabled") is start("") is start("online") is None
     assert said[0] == "wandb disabled" and all("no key (WANDB_API_KEY or ~/.netrc)" in s for s in said[1:])
     monkeypatch.setitem(sys.modules, "wandb", None)     # not installed
@@ -407,7 +373,6 @@ def test_wandb_offline_continues_under_its_id(tmp_path, monkeypatch):
 def test_a_run_is_a_source_of_its_student_and_its_emas():
     sft = load("sft")
     first = run.run(sft, config(sft, max_iter=4, save_every=2, ema=EMAS)).folder
-
     def start(source, it, kind, key, **changes):
         """A run whose teacher must be what the checkpoint of iteration `it` holds."""
         method, cfg = setup("dmd2", teacher=f"{first}{source}", max_iter=1, name=f"from_{key}")
@@ -415,7 +380,6 @@ def test_a_run_is_a_source_of_its_student_and_its_emas():
         result = run.run(method, cfg)
         assert differing(dict(result.nets["teacher"].state_dict()), saved(first, it)[kind][key]) == []
         return cfg["teacher"], result.folder
-
     for entry, kind, key in (("", "nets", "student"), ("#ema", "emas", "ema"),
                              ("#ema_power", "emas", "ema_power")):
         source, folder = start(entry, 4, kind, key)
@@ -434,10 +398,8 @@ def test_a_source_that_does_not_fit_is_named(tmp_path):
                  unknown=whole | dict(extra=whole[b]), misshapen=whole | {a: whole[a][:2]})
     for name, content in files.items():
         torch.save(content, tmp_path / f"{name}.pth")
-
     def start(source):
         return run.run(method, config(method, max_iter=1, name="fit", teacher=str(tmp_path / source)))
-
     entries = r"it has a, b: write the source as path#entry"
     for source, words in {
         "two.pth": rf"two\.pth has no entry \(none given\); {entries}",
