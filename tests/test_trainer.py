@@ -67,8 +67,8 @@ def test_a_stopped_and_continued_run_is_bit_identical_to_a_straight_one(name, co
     assert bool(a["scaler"]) == (name == "sft")
     assert_alike(run.lines(straight), run.lines(parts))
     assert run.its(run.lines(straight), "val/student/loss") == [0, 5, 10, 15, 20]
-    for grid in (f"samples/{it:07d}.png" for it in (0, 10, 20)):
-        assert (straight / grid).read_bytes() == (parts / grid).read_bytes()
+    a, b = ([(f / f"samples/{it:07d}.png").read_bytes() for it in (0, 10, 20)] for f in (straight, parts))
+    assert a == b and len({*a}) == 3                    # pictures change with the weights alone
 
 @pytest.mark.parametrize("continued", [2], indirect=True)
 def test_a_run_of_two_ranks_continues_on_one_with_twice_the_micro_steps(continued):
