@@ -96,11 +96,6 @@ class Run:
         assert self.process.is_alive(), self.text()
         return self
 
-    def kill(self, number):
-        """Sends a signal to the first process, which must be there to get it."""
-        assert self.process.is_alive(), self.text()
-        os.kill(self.pid, number)
-
     def end(self):
         """Waits for every process of this run; returns the exit code of the first one."""
         self.process.join(60)
@@ -200,28 +195,20 @@ def stub_scontrol(folder):
                 FEWSTEP_REQUEUE="1"), calls
 
 def to_launcher(number):
-    return lambda run, workers: run.kill(number)
+    return lambda launcher, workers: [(launcher, number)]
 
-def to_one_worker(run, workers):
-    os.kill(workers[1], USR1)
-    time.sleep(0.003)
-    os.kill(workers[1], USR1)
-    os.kill(workers[1], TERM)
-
-def to_everyone(run, workers):
-    for pid in (run.pid, *workers.values()):
-        os.kill(pid, USR1)
-
-@pytest.mark.parametrize("send, launcher_exit, args", [
+@pytest.mark.parametrize("signals, launcher_exit, args", [      # signals: (process id, number), 3 ms apart
     pytest.param(to_launcher(USR1), -USR1, (), id="SIGUSR1 to the launcher"),
-    pytest.param(to_one_worker, 0, (), id="three signals within 10 ms to one worker"),
-    pytest.param(to_everyone, -USR1, ("--workers=0",), id="SIGUSR1 to every process of the tree"),
+    pytest.param(lambda launcher, workers: [(workers[1], number) for number in (USR1, USR1, TERM)], 0, (),
+                 id="three signals within 10 ms to one worker"),
+    pytest.param(lambda launcher, workers: [(pid, USR1) for pid in (launcher, *workers.values())],
+                 -USR1, ("--workers=0",), id="SIGUSR1 to every process of the tree"),
     pytest.param(to_launcher(TERM), 1, (), id="SIGTERM to the launcher"),
     pytest.param(to_launcher(KILL), -KILL, (), id="SIGKILL to the launcher"),
     pytest.param(to_launcher(TERM), 1, ("--val_batches=1000000",), id="SIGTERM in an endless validation"),
 ])
 def test_a_signal_under_torchrun_stops_all_ranks_at_one_whole_checkpoint(
-        shared, orphans, send, launcher_exit, args):
+        shared, orphans, signals, launcher_exit, args):
     before, endless = newest(folder_of(shared)), "--val_batches=1000000" in args
     env, calls = stub_scontrol(shared)
     run = Run(shared, *args, *([f"--val_every={before + 5}"] if endless else []), world=2, env=env)
@@ -229,7 +216,9 @@ def test_a_signal_under_torchrun_stops_all_ranks_at_one_whole_checkpoint(
     time.sleep(0.2)
     workers, began = run.workers(), time.time()
     assert sorted(workers) == [0, 1]
-    send(run, workers)
+    for pid, number in signals(run.pid, workers):
+        os.kill(pid, number)
+        time.sleep(0.003)
     if launcher_exit in (-USR1, -KILL):                 # it died at once; its workers have to notice that
         assert orphans(run, workers) == [0, 0]
     assert run.end() == launcher_exit
@@ -238,16 +227,6 @@ def test_a_signal_under_torchrun_stops_all_ranks_at_one_whole_checkpoint(
     assert at == before + 5 if endless else at >= before + 4
     assert run.text().count("Traceback") == (launcher_exit == 1)        # torchrun's own, of the SIGTERM
     assert calls.read_text() == "requeue 77\n"          # by rank 0 only
-
-def test_the_interrupted_iterations_are_those_of_an_uninterrupted_run(shared, tmp_path):
-    """Two ranks, stopped several times, against one process with two micro-steps: each once, same losses."""
-    at = newest(folder_of(shared))
-    if not at:
-        pytest.skip("needs the runs of the test above")
-    run = Run(tmp_path, "--accum=2", f"--stop_at={at}")
-    assert run.end() == 0
-    interrupted, plain = ([line["loss"] for line in lines(f)] for f in (folder_of(shared), run.folder))
-    assert interrupted == pytest.approx(plain, rel=1e-3) and len(set(plain)) == len(plain) == at
 
 def test_a_signal_to_one_worker_that_still_imports_torch_saves_0000000(tmp_path):
     run = Run(tmp_path, world=2)
@@ -258,7 +237,7 @@ def test_a_signal_to_one_worker_that_still_imports_torch_saves_0000000(tmp_path)
 def test_workers_whose_launcher_dies_before_they_have_met_leave_without_a_trace(tmp_path, orphans):
     run = Run(tmp_path, world=2)
     workers = importing(run)
-    run.kill(USR1)
+    os.kill(run.pid, USR1)
     assert orphans(run, workers) == [0, 0] and run.end() == -USR1
     assert "Traceback" not in run.text() and whole(run.folder) == [] == its(run.folder)
 
@@ -266,7 +245,7 @@ def test_workers_whose_launcher_dies_before_they_have_met_leave_without_a_trace(
 @pytest.mark.parametrize("number", [USR1, TERM, INT], ids=lambda n: n.name)
 def test_one_signal_to_a_plain_process_saves_and_exits_with_0(tmp_path, number):
     run = Run(tmp_path).reaches(3)
-    run.kill(number)
+    os.kill(run.pid, number)
     assert run.end() == 0
     at = stopped_well(run, 0)
     assert at >= 3 and whole(run.folder) == [at] and "Traceback" not in run.text()
@@ -297,16 +276,16 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
     with locked(tmp_path) as waits:
         run = Run(tmp_path)
         waits(run)
-        run.kill(INT)
+        os.kill(run.pid, INT)
         time.sleep(0.1)
-        run.kill(INT)
+        os.kill(run.pid, INT)
         assert run.end() == 1 and "KeyboardInterrupt" in run.text() and whole(run.folder) == []
 
 def test_a_validation_that_was_interrupted_is_made_up_for(tmp_path):
     run = Run(tmp_path, "--val_every=4", "--val_batches=1000000")
     until(lambda: "wandb disabled" in run.text())       # the last line before the first validation
     time.sleep(0.1)
-    run.kill(TERM)
+    os.kill(run.pid, TERM)
     assert run.end() == 0 and whole(run.folder) == [0]
     assert lines(run.folder) == [] == os.listdir(run.folder / "samples")
     for stop in (4, 6):                                 # the run that begins at 4 owes nothing
@@ -342,7 +321,7 @@ def test_sigkill_at_any_moment_loses_no_checkpoint_but_the_one_being_written(tmp
         run = Run(tmp_path, *saving)
         until(lambda: catches(run.pid))
         time.sleep(draw.uniform(0.05, 0.8))
-        run.kill(KILL)
+        os.kill(run.pid, KILL)
         assert run.end() == -KILL
         text, found = run.text(), ckpt.scan(run.folder / "checkpoints")
         began = re.search(r"(?:starting|continuing) at iteration (\d+)", text)
