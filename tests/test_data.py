@@ -308,12 +308,14 @@ def test_flips_quarter_turns_and_integer_shifts_copy_pixels_exactly():
 def test_fractional_moves_put_a_bump_where_the_formula_says():
     x, s, a, half_pi = bump(5, 2), 2 ** 0.3, 0.4, math.pi / 2
     disc = lambda cx, cy: bump(cx, cy, widths=(3.0, 3.0))
+    turned = one("rotate_frac", a, x=one("aniso", 1.5, 0.0, x=disc(0, 0))[0])[0]
     for op, value, image, expected, label in (
             ("translate_frac", (0.5, -1.0), x, bump(5 + 49 / 16, 2 - 49 / 8), [0.5, -1]),
             ("scale", (1.5,), x, bump(5 * s, 2 * s, widths=(6 * s, 4 * s)), [1.5]),
             ("rotate_frac", (half_pi,), x, torch.rot90(x, 1, (2, 3)), [-1, 1]),
             ("rotate_frac", (a,), disc(6, 0), disc(6 * math.cos(a), -6 * math.sin(a)), None),
             ("aniso", (1.5, 0.0), x, bump(5 * s, 2 / s, widths=(6 * s, 4 / s)), None),
+            ("aniso", (1.5, a), disc(0, 0), turned, None),
             ("aniso", (1.5, half_pi), x, bump(5 / s, 2 * s, widths=(6 / s, 4 * s)), [0, 1.5])):
         y, labels = one(op, *value, x=image)
         assert torch.allclose(y, expected, atol=0.01), op

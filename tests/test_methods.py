@@ -284,6 +284,15 @@ def test_dmd2_calls_each_net_as_often_as_its_docstring_says(changes, student, fa
         short = [dict(fake_score="fake", discriminator="D").get(c, c) for c in calls]
         assert sorted(short) == sorted(expected.split())
 
+def test_dmd2_pulls_nowhere_while_the_fake_score_is_the_teacher():
+    d = dmd2(gan_weight=0.0)
+    loss, _, grads = d.step(d.student)
+    assert loss == 0 and len(grads) == len(list(d.nets["student"].parameters()))
+    assert not any(g.any() for g in grads.values())
+    d.nets["fake_score"].out.weight.data.mul_(1.1)      # and somewhere once it is not
+    loss, _, grads = d.step(d.student)
+    assert loss > 0 and all(g.any() for g in grads.values())
+
 def test_dmd2_student_gradient_is_the_closed_form_on_gaussians():
     """E[(F - T) z] = alpha^2 sigma^2 (q^2 - s^2) q / (V_q V_s), V_q = alpha^2 q^2 + sigma^2: 0.254224 at
     alpha 0.8, sigma 0.6, q 0.9, s 0.5. w is the same for every sample if a sample has many elements."""
