@@ -7,11 +7,14 @@ run folder (its newest checkpoint), a checkpoint, or a plain weights file; the e
 
     dict(format=1, it, method, config, counts, skipped, sources, nets, emas, optims, scaler)
 """
+import contextlib
 import os
 import re
 import zipfile
+import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import common
@@ -46,8 +49,8 @@ def write(file, save):
             os.fsync(folder)
         finally:
             os.close(folder)
-    except (OSError, RuntimeError) as e:                # torch reports a full disk as a RuntimeError
-        raise BadInput(f"could not write {file} ({str(e).splitlines()[0]}); what was there before is "
+    except OSError as e:
+        raise BadInput(f"could not write {file} ({e.strerror or e}); what was there before is "
                        f"untouched, free some space and start again to continue") from e
     finally:
         temporary.unlink(missing_ok=True)
@@ -55,39 +58,45 @@ def write(file, save):
 
 def save(file, state):
     """Write a checkpoint, with one retry (network file systems hiccup; a full disk may have been cleared)."""
+    def put(temporary):
+        with open(temporary, "wb") as f:                # given a path, torch hides the reason (no space left)
+            torch.save(state, f)
+
     try:
-        write(file, lambda temporary: torch.save(state, temporary))
+        write(file, put)
     except BadInput:
-        write(file, lambda temporary: torch.save(state, temporary))
+        write(file, put)
 
 
-def sweep(folder):
-    """Remove what a killed save left behind, in `folder` and below."""
-    for f in Path(folder).rglob(".*.tmp"):
-        f.unlink(missing_ok=True)
-
-
-def prune(folder, keep_last):
-    """Delete all but the newest `keep_last` checkpoints; 0 keeps all."""
-    for it in scan(folder)[:-keep_last] if keep_last else []:
+def prune(folder, keep_last, done):
+    """Delete all but the newest `keep_last` checkpoints up to `done`, the one just written (later ones are
+    damaged, else the run would be past them); 0 keeps all."""
+    for it in [n for n in scan(folder) if n <= done][:-keep_last] if keep_last else []:
         path(folder, it).unlink(missing_ok=True)
 
 
 def load(file):
-    """The content of a `.pth` file on the CPU. Raises BadInput if it is truncated, damaged or not weights."""
+    """The dict in a `.pth` or `.safetensors` file, on the CPU. Raises BadInput if it is truncated, damaged or
+    not weights."""
     try:
+        if Path(file).suffix == ".safetensors":
+            from safetensors.torch import load_file
+            return load_file(file)
         with zipfile.ZipFile(file) as z:
             damaged = z.testzip()                     # torch.load itself would load a flipped byte in silence
         if damaged:
             raise BadInput(f"{file} is damaged (wrong checksum in {damaged}); use another copy of it")
-        return torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict):
+            raise BadInput(f"{file} holds a {type(content).__name__}, no dict of weights by name")
+        return content
     except FileNotFoundError:
         raise BadInput(f"{file} does not exist") from None
     except BadInput:
         raise
     except Exception as e:                              # truncated archives raise half a dozen types
         raise BadInput(f"{file} cannot be read as weights ({str(e).splitlines()[0]}); "
-                       f"is it whole, and a .pth file of tensors?") from e
+                       f"is it whole, and a .pth or .safetensors file of tensors?") from e
 
 
 def newest(folder, say):
@@ -95,8 +104,8 @@ def newest(folder, say):
     for it in reversed(scan(folder)):
         try:
             state = load(path(folder, it))
-            if state.get("format") != FORMAT:
-                raise BadInput(f"{path(folder, it)} is not a training checkpoint of this version")
+            if state.get("format") != FORMAT or state.get("it") != it:
+                raise BadInput(f"{path(folder, it)} is no training checkpoint of this version and iteration")
             return it, state
         except BadInput as e:
             say(f"WARNING: {e}; falling back to the checkpoint before it")
@@ -108,54 +117,59 @@ def newest(folder, say):
 def find(name):
     """`name` in the working directory, else beside this file (so `assets/...` works from anywhere)."""
     for p in (Path(name).expanduser(), ROOT / name):
-        if p.exists():
+        if os.path.exists(p):                           # p.exists() raises where a name is too long
             return p.resolve()
     return None
 
 
+def checksum(file):
+    """Of a file's content: from the checksums in a .pth archive's directory, else of all bytes."""
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as z:
+        return zlib.crc32(repr([(i.CRC, i.file_size) for i in z.infolist()]).encode())
+    return file.stat().st_size and zlib.crc32(np.memmap(file, mode="r"))
+
+
 def resolve(source, hint=""):
-    """Pin a source to one file: dict(file, entry, it, size); it = -1 for a plain file. Raises BadInput, with
-    `hint` as the cure, if there is no such file. A file of this repository is kept relative to it."""
+    """Pin a source to one file: dict(file, entry, it, size, crc); it = -1 for a plain file. Raises BadInput,
+    with `hint` as the cure, if there is no such file. A file of this repository is kept relative to it."""
     name, _, entry = source.partition("#")
-    file = find(name)
+    file = find(name) if name else None                 # "" would be the working directory
     if file is None:
-        raise BadInput(f"{name} does not exist{'; ' + hint if hint else ''}")
+        raise BadInput(f"{name or repr(source)} does not exist{'; ' + hint if hint else ''}")
     it = -1
     if file.is_dir():
         folder = file / "checkpoints" if (file / "checkpoints").is_dir() else file
-        if not scan(folder):
-            raise BadInput(f"{name} holds no checkpoints{'; ' + hint if hint else ''}")
-        it, _ = newest(folder, print)
+        it, _ = newest(folder, lambda text: print(text, flush=True))
+        if it is None:
+            raise BadInput(f"{name} holds no checkpoints{' that can be read' if scan(folder) else ''}"
+                           f"{'; ' + hint if hint else ''}")
         file = path(folder, it)
     elif re.fullmatch(r"[0-9]{7}\.pth", file.name):
         it = int(file.stem)
     inside = file.is_relative_to(ROOT / "assets")
     return dict(file=str(file.relative_to(ROOT) if inside else file), entry=entry, it=it,
-                size=file.stat().st_size)
+                size=file.stat().st_size, crc=checksum(file))
 
 
 def read(source):
     """State dict of a resolved source. Entry "" means the student of a checkpoint, or a plain file's only
-    content. Raises BadInput if the file is gone or has another size than when it was resolved."""
+    content. Raises BadInput if the file is gone or another one than when it was resolved."""
     file = find(source["file"])
-    if file is None or file.stat().st_size != source["size"]:
+    if not (file and file.stat().st_size == source["size"] and source.get("crc") in (None, checksum(file))):
         raise BadInput(f"{source['file']} is {'gone' if file is None else 'not the file it was'} since this "
                        f"run began ({source['size']} bytes then); put it back, or start anew with --name NEW")
-    entry = source["entry"]
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-        content = load_file(file)
-    else:
-        content = load(file)
+    entry, content = source["entry"], load(file)
     if content.get("format") == FORMAT and "nets" in content:
         content = content["nets"] | content["emas"]
         entry = entry or "student"
     elif entry == "" and all(torch.is_tensor(v) for v in content.values()):
-        return content
-    if entry not in content:
-        raise BadInput(f"{source['file']} has no entry {entry or '(none given)'}; it has "
-                       f"{', '.join(k for k, v in content.items() if isinstance(v, dict)) or 'plain weights'}"
-                       f": write the source as path#entry")
+        content = {"": content}
+    if not isinstance(content.get(entry), dict):
+        entries = ", ".join(str(k) for k, v in content.items() if isinstance(v, dict)) or "plain weights"
+        raise BadInput(f"{source['file']} has no entry {entry or '(none given)'}; it has {entries}: write "
+                       f"the source as path#entry")
+    if not all(isinstance(k, str) and torch.is_tensor(v) for k, v in content[entry].items()):
+        raise BadInput(f"{source['file']}#{entry} holds something else than tensors by name, so no weights")
     return content[entry]
 
 

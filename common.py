@@ -44,18 +44,22 @@ def known(what, value, names):
         raise BadInput(f"{what} {value!r} is not known; {hint}known: {', '.join(names)}")
 
 
-def number(what, text):
-    """float(text), or BadInput."""
+def number(what, text, low=-math.inf, high=math.inf):
+    """float(text), finite and from low to high, or BadInput."""
     try:
-        return float(text)
-    except ValueError:
-        raise BadInput(f"{what}: {text!r} is not a number") from None
+        value = float(text)
+    except (ValueError, TypeError, OverflowError):
+        value = math.nan
+    if not (math.isfinite(value) and low <= value <= high):
+        bounds = f" from {low:g} to {high:g}" if math.isfinite(low) else ""
+        raise BadInput(f"{what}: {text!r} is not a finite number{bounds}")
+    return value
 
 
 # ---------------------------------------------------------------- schedules
 
 # name: t_min, t_max of training and sampling; the largest t that may be asked for (sCM trains to 800 on edm)
-schedules = dict(edm=(0.002, 80.0, math.inf), rf=(0.0, 0.999, 1.0), trig=(0.0, math.pi / 2, math.pi / 2),
+schedules = dict(edm=(0.002, 80.0, 1000.0), rf=(0.0, 0.999, 1.0), trig=(0.0, math.pi / 2, math.pi / 2),
                  **dict.fromkeys(("sd", "sdxl", "dit", "cogvideox", "cogvideox2b"), (0.0, 0.999, 0.999)))
 
 
@@ -241,6 +245,8 @@ def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_mi
         t = lo + (hi - lo) * torch.sigmoid(mean + std * torch.special.ndtri(u))
     elif dist == "polynomial":
         grid = polynomial(lo, hi, u.device, u.dtype)
+        if not len(grid):
+            raise BadInput(f"no point of the polynomial grid of t lies from {lo} to {hi}; widen t_min, t_max")
         t = grid[(len(grid) * u).long()]
     elif dist == "lognormal":
         below, upto = (0.5 * math.erfc(-z / math.sqrt(2)) for z in (a, b))
@@ -258,13 +264,13 @@ def sample_t(n, dist, schedule, device, **params):
     return t_quantile(torch.rand(n, dtype=torch.float64, device=device), dist, schedule, **params)
 
 
-def t_list(schedule, steps, given=()):
+def t_list(schedule, steps, given=(), start=0.0):
     """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0.
-    Default: equal steps from t_max; on edm the points of the 1000-point grid that FastGen takes, but from 80,
-    which one-step students are trained at, not 79.56."""
-    (_, t_max), limit, ts = t_range(schedule), schedules[schedule][2], [number("--t_list", t) for t in given]
-    if steps < 1:
-        raise BadInput(f"--steps {steps} must be at least 1")
+    Default: equal steps from `start`, or t_max; on edm the points of the 1000-point grid that FastGen takes,
+    but from 80, which one-step students are trained at, not 79.56."""
+    (t_min, t_max), limit = t_range(schedule), schedules[schedule][2]
+    t_max, ts = number("--t_start", start, 0, limit) or t_max, [number("--t_list", t) for t in given]
+    number("--steps", steps, 1, 1000)
     if ts:
         ts = ts[:-1] if ts[-1] == 0 else ts
         if len(ts) != steps or ts[0] > limit or any(t <= s for t, s in zip(ts, ts[1:] + [0.0])):
@@ -272,7 +278,7 @@ def t_list(schedule, steps, given=()):
                            f"{limit} (schedule {schedule}) to above 0; a final 0 may follow")
     elif schedule == "edm":
         index = torch.linspace(998, 2, steps + 1, dtype=torch.float64, device="cpu").long()
-        ts = [t_max] + karras(1000, *t_range("edm")).flip(0)[index[1:-1]].tolist()
+        ts = [t_max] + karras(1000, t_min, t_max).flip(0)[index[1:-1]].tolist()
     else:
         ts = [t_max * (steps - k) / steps for k in range(steps)]
     return ts + [0.0]
@@ -330,7 +336,7 @@ def loss_weight(weight, schedule, t, pred, sigma_data=0.5):
     if weight in ("x0", "eps", "v", "flow"):
         on_x0 = (mix(weight, schedule, t)[2] / sigma) ** 2
     elif name == "min_snr":
-        on_x0 = snr.clamp(max=number("loss weight min_snr:GAMMA", gamma))
+        on_x0 = snr.clamp(max=number("loss weight min_snr:GAMMA", gamma, 1e-6))
     else:
         data = sigma_data ** 2
         on_x0 = {"snr": snr, "edm": snr + 1 / data, "soft_min_snr": 1 / (1 / snr + data)}
@@ -396,19 +402,16 @@ def r1_approx(logits, logits_perturbed):
 def lr_factor(schedule, count, warmup, total):
     """Factor on the learning rate of the update that follows `count` applied ones, of `total`.
     Linear warm-up (count + 1) / warmup: the first update is not wasted on 0, the warmup-th has the full rate.
-    Times "constant", "cosine[:FLOOR]" (reached by the last update) or "inv_sqrt:N" (sqrt(N / count))."""
+    Times "constant", "cosine[:FLOOR]" (reached after the last update) or "inv_sqrt:N" (sqrt(N / count))."""
     name, _, value = schedule.partition(":")
     known("lr_schedule", schedule if name == "constant" else name, ("constant", "cosine", "inv_sqrt"))
     decay = 1.0
     if name == "cosine":
-        floor, last = number("lr_schedule cosine:FLOOR", value or "0"), total - 1
-        done = (count - warmup) / (last - warmup) if last > warmup else float(count >= last)
+        floor = number("lr_schedule cosine:FLOOR", value or "0", 0, 1)
+        done = (count - warmup) / (total - warmup) if total > warmup else float(count >= total)
         decay = floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2
     elif name == "inv_sqrt":
-        updates = number("lr_schedule inv_sqrt:N", value)
-        if updates <= 0:
-            raise BadInput(f"lr_schedule {schedule}: N must be above 0")
-        decay = max(count / updates, 1.0) ** -0.5
+        decay = max(count / number("lr_schedule inv_sqrt:N", value, 1), 1.0) ** -0.5
     return decay * min(1.0, (count + 1) / max(warmup, 1))
 
 
@@ -534,14 +537,18 @@ def make_net(spec, **options):
             options[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
         except (ValueError, SyntaxError):
             options[key] = value
+    if "dropout" in options:  # no constructor looks at it, the first forward pass would
+        options["dropout"] = number(f"--net {spec}: dropout", options["dropout"], 0, 1)
     try:
         return module.make(size, **options)
-    except TypeError as error:  # "Toy.__init__() got an unexpected keyword argument 'dropuot'"
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError) as error:
+        # "Toy.__init__() got an unexpected keyword argument 'dropuot'"
         found = re.match(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w*)'", str(error))
         if found and found[2] in options:
             takes = inspect.signature(getattr(module, found[1])).parameters
-            known(f"net {spec}: option", found[2], [name for name in takes if name != "size"])
-        raise
+            known(f"net {spec}: option", found[2], [n for n in takes if (n, found[1]) != ("size", "make")])
+        raise BadInput(f"--net {spec} cannot be built with {options} ({type(error).__name__}: "
+                       f"{(str(error).splitlines() or [''])[0]}); see nets/{family}.py") from error
 
 
 # The first call of these imports torch._dynamo (1.3 s) to keep torch.compile out. Nothing here compiles an
@@ -554,6 +561,10 @@ for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.sta
 
 def optimizer(groups, name="adamw", lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
     """torch's "adamw", "adam" or "radam" over parameters or groups of them."""
+    groups, own = list(groups), dict(lr=lr, eps=eps, weight_decay=weight_decay)
+    for group in [own, *(g for g in groups if isinstance(g, dict))]:
+        for key in own:  # torch looks at the defaults only, not at those of a group
+            number(f"{key} of an optimizer", group.get(key, 0), 0, 1e9)
     kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, radam=torch.optim.RAdam)
     known("optimizer", name, kinds)
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):

@@ -48,15 +48,17 @@ def load(cfg, split="train"):
     source, classes = cfg["data"], cfg.get("classes", -1)
     if split == "val" and cfg.get("val_data"):
         source = cfg["val_data"]
+    if classes < -1:
+        raise BadInput(f"--classes {classes} must be -1 (those of the data), 0 (no labels) or more")
     if source == "digits":
         with np.load(root / "assets" / "digits.npz") as file:
             keep = file[split]
             image, label = file["image"][keep], file["label"][keep]
         return Arrays(image[:, None].astype(np.float32) / 8 - 1, label, classes, split, source)
-    path = next((p for p in (Path(source), root / source) if source and p.exists()), None)
+    path = next((p for p in (Path(source), root / source) if source and os.path.exists(p)), None)
     if path is None:
-        raise BadInput(f"--data {source} does not exist, neither in {os.getcwd()} nor beside data.py; give a "
-                       "folder of images, a .zip, an .npz, or digits")
+        raise BadInput(f"--data {source or repr(source)} does not exist, neither in {os.getcwd()} nor beside "
+                       "data.py; give a folder of images, a .zip, an .npz, or digits")
     if path.is_dir():
         names = sorted((Path(folder) / name).relative_to(path).as_posix()
                        for folder, _, files in os.walk(path, followlinks=True) for name in files)
@@ -101,7 +103,7 @@ class Files:
             raise BadInput(f"{path} holds no images (looked for {' '.join(suffixes)})")
         label, tops = None, sorted({n.split("/")[0] for n in self.names if "/" in n})
         if "dataset.json" in names:
-            label = json_labels(read("dataset.json"), self.names, f"{path}/dataset.json")
+            label = json_labels(read, self.names, f"{path}/dataset.json")
         elif path.is_dir() and len(tops) > 1:
             loose = [n for n in self.names if "/" not in n]
             if loose:
@@ -118,7 +120,7 @@ class Files:
 
     def get(self, index):
         name = self.names[index]
-        image = decode_file(self.read(name), f"{self.path}/{name}")  # (1 or 3, H, W) uint8
+        image = decode_file(lambda: self.read(name), f"{self.path}/{name}")     # (1 or 3, H, W) uint8
         if self.shape is None:
             self.shape = image.shape
         if image.shape[1:] != self.shape[1:]:
@@ -131,14 +133,14 @@ class Files:
         return np.broadcast_to(image, self.shape), int(self.label[index])
 
 
-def decode_file(data, name):
-    """Bytes of an image file -> uint8 (1 or 3, H, W); 16-bit grey is scaled by 1/257, not clipped."""
+def decode_file(read, name):
+    """read(): bytes of an image file -> uint8 (1 or 3, H, W); 16-bit grey is scaled by 1/257, not clipped."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise BadInput("reading image files needs pillow: pip install pillow") from error
     try:
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(read())))
         grey = image.mode in ("1", "L", "LA", "La") or image.mode.startswith("I")
         if image.mode.startswith("I"):  # 16-bit, which convert("L") would clip
             array = np.round(np.asarray(image).astype(np.float64) / 257).clip(0, 255).astype(np.uint8)
@@ -147,18 +149,18 @@ def decode_file(data, name):
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             array = np.asarray(image.convert("L" if grey else "RGB"))
-    except Exception as error:  # pillow raises about anything on a damaged file
-        raise BadInput(f"{name} cannot be read as an image ({type(error).__name__}); replace or remove it"
-                       ) from error
+    except Exception as error:  # pillow and zipfile raise about anything on a damaged file
+        raise BadInput(f"{name} cannot be read as an image ({type(error).__name__}: {error}); replace or "
+                       "remove it") from error
     return array[None] if grey else np.ascontiguousarray(array.transpose(2, 0, 1))
 
 
-def json_labels(text, names, source):
+def json_labels(read, names, source):
     """EDM's dataset.json -> the labels of `names` in order, or None."""
     try:
-        given = json.loads(text).get("labels")
+        given = json.loads(read("dataset.json")).get("labels")
         given = None if given is None else dict(given)
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # of the zip, of json (RecursionError too), or another structure
         raise BadInput(f'{source} is neither {{"labels": [[file name, class], ...]}} nor {{"labels": null}}: '
                        f"{error}") from error
     if given is None:
@@ -181,8 +183,8 @@ def check_labels(label, names, classes, source):
     if len(label) != len(names):
         raise BadInput(f"{source} has {len(names)} images but {len(label)} labels")
     for name, value in zip(names, label):
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
-            raise BadInput(f"{source}: the label of {name} is {value!r}; labels are integers from 0")
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 0 <= value < 10 ** 6:
+            raise BadInput(f"{source}: the label of {name} is {value!r}; labels are integers from 0 to 10^6")
         if value >= classes > 0:
             raise BadInput(f"{source}: the label of {name} is {value}, but --classes {classes} allows "
                            f"0 to {classes - 1}")
@@ -196,10 +198,12 @@ def load_npz(path, classes, split):
             image = next((file[k] for k in ("image", "images", "x", "arr_0") if k in file), None)
             label = next((file[k] for k in ("label", "labels", "y") if k in file), None)
             keys = list(file)
-    except (ValueError, OSError, zipfile.BadZipFile) as error:  # object arrays, damaged files
-        raise BadInput(f"{path} cannot be read: {error}") from error
+    except Exception as error:  # object arrays, an .npy by another name, damaged files: about anything
+        raise BadInput(f"{path} cannot be read as an .npz ({type(error).__name__}: {error})") from error
     if image is None:
         raise BadInput(f"{path} has the arrays {', '.join(keys)}, none of them image, images, x or arr_0")
+    if label is not None and label.ndim != 1:
+        raise BadInput(f"{path}: labels have the shape {label.shape}, not (N,)")
     if image.ndim == 3:
         image = image[:, None]  # (N, 1, H, W)
     first, last = [image.ndim == 4 and image.shape[d] in (1, 3) for d in (1, 3)]

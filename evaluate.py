@@ -5,7 +5,8 @@
     torchrun --nproc_per_node 2 evaluate.py RUN                   the ranks share the sampling; same numbers
 
 One seed is 1,500 samples with the 1,500 training labels. Every figure is the mean and standard deviation over
-the seeds (5 unless told otherwise), printed, and written to eval/N.json of the run with what made it.
+the seeds (5 unless told otherwise), printed, and written to eval/N.json of the run with what made it
+(eval/N_SAMPLESxSEEDS.json where N.json holds a score of more samples).
     fd         Fréchet distance to the 1,500 training digits in the 64 features of assets/classifier.pth
     agreement  part of the samples in which that classifier sees their label
     nearest    median distance to the nearest training digit (of pixels) as a fraction of the held-out digits'
@@ -181,10 +182,17 @@ def main(argv):
     if min(args.seeds, args.batch) < 1 or not 2 <= args.samples <= 1500:
         raise BadInput(f"--seeds {args.seeds} and --batch {args.batch} must be at least 1, --samples "
                        f"{args.samples} from 2 to 1500")
+    say = print if rank == 0 else lambda text: None
     its = ckpt.scan(Path(args.run) / "checkpoints") if args.all else []
-    judge, constant = Judge(args.seeds) if rank == 0 else None, {}
+    judge, constant, run = Judge(args.seeds) if rank == 0 else None, {}, None
     for it in its or [args.ckpt]:
-        run = sample.load_run(args.run, it, args.guidance, print if rank == 0 else lambda text: None)
+        try:
+            run = sample.load_run(args.run, it, args.guidance, say)
+        except BadInput as e:
+            if run is None and it == (its or [it])[-1]:
+                raise
+            say(f"WARNING: checkpoint {it} is left out: {e}")
+            continue
         if run.cfg["data"] != "digits":
             raise BadInput(f"{run.folder} is a run on {run.cfg['data']}; this version scores --data digits "
                            f"only (FID needs Inception weights); sample.py --out FOLDER feeds another tool")
@@ -207,16 +215,20 @@ def main(argv):
         for name, steps, calls in plan:
             row = constant.get((name, steps))
             row = row or score(run, nets[name], name, steps, judge, args, device, rank, world)
-            rows.append(row | dict(calls=calls))
+            rows.append(row | dict(calls=calls, checkpoint=run.it))
             if name not in run.students and name not in run.state["nets"]:      # frozen: scored once
                 constant[name, steps] = row
         if rank == 0:
-            print(table(run, rows, judge.real), flush=True)
             text = json.dumps(dict(
                 run=run.folder.resolve().name, checkpoint=run.it, method=run.state["method"], data="digits",
                 classifier=dict(file=f"assets/{CLASSIFIER.name}", sha256=file_hash(CLASSIFIER)),
                 sources=run.state["sources"], results=rows, real=judge.real), indent=1)
-            ckpt.write(run.folder / "eval" / f"{run.it:07d}.json", lambda f: f.write_text(text + "\n"))
+            file = run.folder / "eval" / f"{run.it:07d}.json"
+            old = json.loads(file.read_text())["results"][0] if file.exists() else rows[0]
+            if old["samples"] * len(old["seeds"]) > args.samples * args.seeds:      # keep the better score
+                file = file.with_stem(f"{file.stem}_{args.samples}x{args.seeds}")
+            ckpt.write(file, lambda f: f.write_text(text + "\n"))
+            print(table(run, rows, judge.real), flush=True)
     trainer.close(dist.group.WORLD if world > 1 else None)
 
 

@@ -15,11 +15,19 @@ import common
 from nets import encoders
 
 
+def everyone(value, gloo):
+    """[value of every rank] of a gloo group, or [value] where that is None."""
+    values = [value] if gloo is None else [None] * dist.get_world_size(gloo)
+    if gloo is not None:
+        dist.all_gather_object(values, value, group=gloo)
+    return values
+
+
 class Meter:
     """Means of scalars over a window and over the ranks; tensors stay on their device until flush()."""
 
-    def __init__(self, distributed):
-        self.distributed, self.sums, self.totals = distributed, {}, set()
+    def __init__(self, gloo):
+        self.gloo, self.sums, self.totals = gloo, {}, set()
 
     def add(self, key, value, total=False):
         value = torch.as_tensor(value).detach().float().reshape(())
@@ -30,14 +38,17 @@ class Meter:
 
     def flush(self):
         """{key: mean}; keys of the student's turns (from `loss` on) come first, whoever's turn was first."""
-        keys = list(self.sums)
+        keys, *others = everyone(list(self.sums), self.gloo)
+        apart = set().union(keys, *others) - set(keys).intersection(*others)
+        if apart:
+            raise common.BadInput(f"step() logs {', '.join(sorted(apart))} on some ranks only; log it on all")
         if not keys:
             return {}
         device = next((s.device for s, _ in self.sums.values() if s.device.type != "cpu"),
                       torch.device("cpu"))
-        values = torch.stack([s.to(device) / (1 if k in self.totals else n)
-                              for k, (s, n) in self.sums.items()])
-        if self.distributed:
+        values = torch.stack([self.sums[k][0].to(device) / (1 if k in self.totals else self.sums[k][1])
+                              for k in keys])
+        if self.gloo is not None:
             values = common.all_mean(values)
         self.sums = {}
         means = dict(zip(keys, values.tolist()))
@@ -181,12 +192,12 @@ def data_line(cfg, dataset, net):
             (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else ""))
 
 
-def describe(cfg, nets, trainable, opts, names, world, device, start, changed):
+def describe(cfg, nets, trainable, opts, names, turns, world, device, start, changed):
     owns = {phase: sorted({names[p].split(".")[0] for g in opt.param_groups for p in g["params"]})
             for phase, opt in opts.items()}
     return "\n".join([
         *config_lines(cfg, changed), *net_lines(nets, trainable),
-        *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}"
+        *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}, {turns[phase]} turns"
           for phase, own in owns.items()),
         f"{batch_text(cfg, world)} | {device}{f', {dist.get_backend()}' if world > 1 else ''}, "
         f"{torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",

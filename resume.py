@@ -1,7 +1,7 @@
 """Preemption: a signal sets a flag, the ranks agree on it once an iteration, the trainer saves and exits 0.
 
-    install()    handlers for SIGUSR1, SIGTERM and SIGINT, in the first lines of train.py, before torch is
-                 imported (that takes seconds, and the default action of SIGUSR1 is death)
+    install()    handlers for SIGUSR1, SIGTERM, SIGINT and SIGHUP (a closed terminal), in the first lines of
+                 train.py, before torch is imported (that takes seconds; the default action is death)
     requested()  was this process told to stop: by a signal, by its launcher's death, or by the scheduler
     agreed()     was any rank told to stop: one MAX all-reduce of one float on the CPU, no device sync
 
@@ -10,8 +10,10 @@ no-op `NoScheduler` are below, another is a class with the same four. Nothing he
 """
 import contextlib
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 
 received = []        # signal numbers, appended by the handler; nothing else happens inside it
@@ -19,7 +21,7 @@ parent = None        # process id of the launcher, as it was at install()
 
 
 def install():
-    """Set the handlers. A second Ctrl-C kills at once; a second SIGUSR1 or SIGTERM changes nothing."""
+    """Set the handlers. A second Ctrl-C kills at once; a second of the others changes nothing."""
     global parent
 
     def note(number, frame):
@@ -27,8 +29,9 @@ def install():
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:   # nohup means it
+            signal.signal(number, note)
     parent = os.getppid()
 
 
@@ -91,8 +94,7 @@ class Slurm(NoScheduler):
 
     def init(self):
         self.job = os.environ["SLURM_JOB_ID"]
-        margin = float(os.environ.get("FEWSTEP_STOP_BEFORE_END_S", 0))
-        end = float(os.environ.get("SLURM_JOB_END_TIME", 0))
+        margin, end = map(seconds, ("FEWSTEP_STOP_BEFORE_END_S", "SLURM_JOB_END_TIME"))
         self.stop_time = end - margin if margin and end else float("inf")
 
     def resume_details(self):
@@ -103,7 +105,21 @@ class Slurm(NoScheduler):
 
     def request_resume(self):
         if os.environ.get("FEWSTEP_REQUEUE") == "1":
-            subprocess.run(["scontrol", "requeue", self.job], check=False)
+            try:
+                subprocess.run(["scontrol", "requeue", self.job], check=False)
+            except OSError as e:
+                print(f"WARNING: scontrol cannot be run ({e.strerror}), so FEWSTEP_REQUEUE=1 does nothing; "
+                      f"start job {self.job} again yourself", flush=True)
+
+
+def seconds(key):
+    """The number in an environment variable, 0 if absent. Without BadInput: torch is not imported yet."""
+    text = os.environ.get(key) or "0"
+    if not re.fullmatch(r"\d+(\.\d*)?", text):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{key}={text} is not a number of seconds, such as 120", file=sys.stderr)
+        sys.exit(2)
+    return float(text)
 
 
 scheduler = Slurm() if "SLURM_JOB_ID" in os.environ else NoScheduler()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import ckpt
 import common
+import data
 import logs
 import startup
 import train
@@ -55,7 +56,7 @@ def load_run(folder, it=None, guidance=None, say=print):
         raise BadInput(f"{folder} has no training checkpoint of this version that can be read")
     cfg, method = Config(state["config"]), train.load_method(folder / "method.py")
     if guidance is not None:
-        cfg["guidance"] = guidance
+        cfg["guidance"] = common.number("--guidance", guidance)
     with torch.device("meta"):
         nets = method.build(cfg)
     students = [*state["emas"], "student"]
@@ -165,15 +166,17 @@ def main(argv):
     run = load_run(args.run, args.ckpt, args.guidance, print if rank == 0 else lambda text: None)
     name, many = pick_net(run, args.net), run.cfg["classes"]
     steps = args.steps if args.steps is not None else run.cfg["steps"] if name in run.students else 18
-    if min(steps, args.batch) < 1:
-        raise BadInput(f"--steps {steps} and --batch {args.batch} must be at least 1")
+    if not 1 <= steps <= 1000 or args.batch < 1:
+        raise BadInput(f"--steps {steps} and --batch {args.batch} must be at least 1, --steps at most 1000")
     if not many and args.classes != "all":
         raise BadInput(f"--classes {args.classes}: {run.folder} is unconditional; leave --classes out")
     classes = numbers("--classes", args.classes.replace("all", f"0-{many - 1}"), many) if many else [-1]
     ids = numbers("--seeds", args.seeds, 10_000_000)                        # names have seven digits
     labels = torch.tensor([classes[i % len(classes)] for i in ids])
     out = args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}.png"
-    one_sheet = out.suffix == ".png"
+    one_sheet = out.suffix.lower() == ".png"
+    if not one_sheet and out.suffix.lower() in data.suffixes:
+        raise BadInput(f"--out {out}: samples are written as PNG; give a .png, or a folder")
     make_folder(out.parent if one_sheet else out)
 
     # draw; separate files are written batch by batch

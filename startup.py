@@ -8,8 +8,10 @@ import fcntl
 import json
 import math
 import os
+import re
 import tempfile
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -22,35 +24,38 @@ from common import BadInput, from_rank0
 CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp",), resume=("auto", "force", ""),
                wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"),
                device=("", "cuda", "mps", "cpu"))
+RETURNS = dict(build=("{name: torch.nn.Module}", torch.nn.Module), init=("{name: source}", str),
+               optimizers=("{phase: optimizer}", torch.optim.Optimizer),
+               step=("(scalar loss, {name: scalar to log})", (int, float, torch.Tensor)))
 
 
-def check(cfg, world):
+def check(cfg, world, defaults):
+    for key, default in defaults.items():               # a method file may change a value, not its type
+        if type(cfg[key]) is not type(default) and (type(cfg[key]), type(default)) != (int, float):
+            raise BadInput(f"{key} = {cfg[key]!r} in the method file is not of the type of {default!r}")
     for key, choices in CHOICES.items():
         if cfg[key] not in choices:
             raise BadInput(f"--{key} {cfg[key]!r} is not known; choose from {', '.join(map(repr, choices))}")
     for key in ("project", "group", "name"):
         if cfg[key] in ("", ".", "..") or "/" in cfg[key]:
             raise BadInput(f"--{key} {cfg[key]!r} cannot be the name of a folder; leave out / and dots alone")
-    for key in ("batch_size", "accum", "val_batches", "steps"):
-        if cfg[key] < 1:
-            raise BadInput(f"--{key} {cfg[key]} must be at least 1")
-    for key in ("max_iter", "stop_at", "save_every", "keep_last", "val_every", "sample_every", "log_every",
-                "warmup", "workers", "clip", "lr", "augment", "seed"):
-        if cfg[key] < 0:
-            raise BadInput(f"--{key} {cfg[key]} must not be negative; 0 switches it off")
-    if cfg["augment"] > 1 or cfg["workers"] > 256:
-        raise BadInput(f"--augment {cfg['augment']} is a probability, at most 1; --workers "
-                       f"{cfg['workers']} are threads, at most 256")
+    for key, value in cfg.items():
+        low = (1 if key in ("batch_size", "accum", "val_batches", "steps") else -1 if key == "classes" else
+               0 if re.fullmatch(r"(max|lr)_\w+|\w+_(weight|decay|every|ratio|size|rate)|lr|clip|seed|warmup|"
+                                 r"workers|augment|stop_at|keep_last", key) else -2 ** 63)
+        high = dict(augment=1, workers=256, max_iter=9_999_999).get(key, 2 ** 63)   # N.pth has seven digits
+        for v in value if isinstance(value, tuple) else (value,):
+            if isinstance(v, (int, float)) and not low <= v <= high:
+                raise BadInput(f"--{key} {value} " + (
+                    "must not be negative" if v < 0 == low else f"must be at least {low}" if v < low else
+                    f"is more than {high}" if v > high else "is not a number"))
     parts = world * cfg["accum"]
     if cfg["batch_size"] % parts:
         low = cfg["batch_size"] // parts * parts
         raise BadInput(f"batch_size {cfg['batch_size']} is not divisible by {world} ranks x accum "
                        f"{cfg['accum']} = {parts}; nearest {f'{low} or ' if low else ''}{low + parts}")
-    if cfg["max_iter"] > 9_999_999:
-        raise BadInput(f"--max_iter {cfg['max_iter']} is more than 9999999, the last number a checkpoint's "
-                       f"seven digits hold")
     common.lr_factor(cfg["lr_schedule"], 0, cfg["warmup"], 1)
-    names = [common.parse_ema(e)[0] for e in cfg["ema"]]
+    names = [common.parse_ema(str(e))[0] for e in cfg["ema"]]
     if len(set(names)) < len(names):
         raise BadInput(f"--ema {','.join(map(str, cfg['ema']))} names an average twice")
     val_settings(cfg)
@@ -78,14 +83,33 @@ def pick_device(cfg, local):
                        f"none") from None
 
 
-def check_optimizers(method, cfg, nets, trainable, opts):
-    """Every phase has an optimizer, every trainable parameter is in exactly one."""
-    where = method.path
-    for it in range(min(cfg["max_iter"], 1000)):
+def call(method, name, *args):
+    """What a function of the method file returns; BadInput if that is not what the trainer can use."""
+    value, (text, kinds) = getattr(method, name)(*args), RETURNS[name]
+    table, wrong = value, [type(value).__name__]
+    if name == "step":
+        pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
+        table = value[1] | dict(loss=value[0]) if pair else None
+    if isinstance(table, dict):
+        wrong = [f"{k!r}: {getattr(v, 'shape', type(v).__name__)}" for k, v in table.items() if not (
+                 isinstance(k, str) and isinstance(v, kinds) and (not torch.is_tensor(v) or v.numel() == 1))]
+    if wrong:
+        raise BadInput(f"{method.path}: {name}() returned {wrong[0]}; it must return {text}")
+    return value
+
+
+def check_method(method, cfg, nets, trainable):
+    """init's sources, {phase: its turns}; every phase has an optimizer, every trainable parameter one."""
+    where, inits, turns = method.path, call(method, "init", cfg), Counter()
+    opts = call(method, "optimizers", nets, cfg)
+    for name in inits:
+        common.known(f"{where}: net in init()", name, nets)
+    for it in range(cfg["max_iter"]):
         phase = method.phase(it, cfg)
-        if phase not in opts:
+        if phase not in [*opts]:
             raise BadInput(f"{where}: phase {phase!r} (it {it}) has no optimizer; optimizers() returns "
                            f"{', '.join(map(repr, opts)) or 'none'}")
+        turns[phase] += 1
     owners = Counter(id(p) for opt in opts.values() for g in opt.param_groups for p in g["params"])
     for name, net in nets.items():
         for key, p in net.named_parameters():
@@ -98,6 +122,25 @@ def check_optimizers(method, cfg, nets, trainable, opts):
     if owners:
         raise BadInput(f"{where}: optimizers() holds {len(owners)} parameters of no net that build() "
                        f"returned")
+    return inits, turns
+
+
+def check_settings(method, cfg, nets, world, defaults):
+    """Validations under changed keys: with the nets and phases of the run, other values for step."""
+    for label, changes in val_settings(cfg)[1:] if cfg["val_every"] else ():
+        check(cfg | changes | dict(val_settings=()), world, defaults)
+        with torch.device("meta"):
+            others = call(method, "build", cfg | changes)
+        if (str(nets) != str(others) or (defaults.keys() & changes) - {"steps", "guidance"} or any(
+                method.phase(it, cfg) != method.phase(it, cfg | changes) for it in range(1000))):
+            raise BadInput(f"--val_settings {label[:-1]} changes nets, data, phases or trainer, not step")
+
+
+def fingerprint(cfg, dataset):
+    """What tells this data set from another without reading it all: its size, all labels, some samples."""
+    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 16))]
+    return dict(path=cfg["data"], samples=len(dataset),
+                crc=zlib.crc32(b"".join(a.tobytes() for a in [dataset.label, *some])))
 
 
 def output_folder(cfg):
@@ -115,21 +158,25 @@ def make_folder(folder, problem, cure, subs=("",)):
         raise BadInput(f"{problem} ({e.strerror}); {cure}") from None
 
 
-def check_folder(method, cfg, folder):
-    """True if the folder holds checkpoints to continue from. Raises BadInput if they are not this run's."""
+def check_folder(method, cfg, folder, state=None, data=None):
+    """True if there are checkpoints to continue from; BadInput if they (`state`: the newest) are not ours."""
     if not ckpt.scan(folder / "checkpoints"):
         return False
     if cfg["resume"] == "":
-        raise BadInput(f"{folder} holds checkpoints and --resume is \"\"; start anew with --name NEW, or "
-                       f"continue with --resume auto")
-    known = folder / "config.json"
-    was = json.loads(known.read_text()).get("method", "") if known.exists() else ""
-    if was and was != method.path.stem:
+        raise BadInput(f"{folder} holds checkpoints, which --resume \"\" refuses; start anew with --name "
+                       f"NEW, or continue with --resume auto")
+    was = method.path.stem
+    with contextlib.suppress(OSError, ValueError, AttributeError):      # without it the checkpoint knows
+        was = (state or json.loads((folder / "config.json").read_text())).get("method", was)
+    if was != method.path.stem:
         raise BadInput(f"{folder} is a run of {was}, not of {method.path.stem}; use --name NEW")
-    copied = folder / "method.py"
-    if cfg["resume"] != "force" and copied.exists() and copied.read_bytes() != method.path.read_bytes():
+    copied, began = folder / "method.py", (state or {}).get("data", data)
+    if cfg["resume"] != "force" and copied.exists() and copied.read_bytes() != method.source:
         raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, "
                        f"--resume force continues with the changed file")
+    if cfg["resume"] != "force" and began and (began | dict(path="")) != (data | dict(path="")):
+        raise BadInput(f"--data {cfg['data']} is not the data {folder} began with, {began['path']} then; "
+                       f"--name NEW starts a new run, --resume force continues with the other data")
     return True
 
 
@@ -218,8 +265,14 @@ def saved_keys(net, trainable):
     return [k for k in net.state_dict() if k in trainable or k not in parameters]
 
 
-def saved_state(net, trainable):
+def saved_state(name, net, trainable):
+    """What a checkpoint holds of a net. Raises BadInput rather than keep weights that are not finite."""
     state = net.state_dict()
+    norms = torch.stack(torch._foreach_norm([state[k] for k in trainable])).tolist() if trainable else []
+    bad = [k for k, norm in zip(trainable, norms) if not norm < math.inf]
+    if bad:
+        raise BadInput(f"{len(bad)} weights of {name} are not finite ({bad[0]}, ...), so no checkpoint is "
+                       f"written; a lower --lr or --clip may help")
     return {k: state[k] for k in saved_keys(net, trainable)}
 
 
@@ -233,8 +286,10 @@ def load_optimizers(opts, names, saved):
 
 
 def open_folder(method, cfg, folder, sources, state, start, say):
-    """config.json, method.py; on resume name what differs and drop log lines past the checkpoint."""
-    ckpt.sweep(folder)
+    """config.json, method.py; on resume name what differs. Log lines and pictures past the checkpoint go."""
+    late = [f for f in folder.glob("samples/" + "[0-9]" * 7 + ".png") if not state or int(f.stem) > start]
+    for file in [*folder.rglob(".*.tmp"), *late]:       # what a killed save left behind, and what is to come
+        file.unlink(missing_ok=True)
     if state:
         for key, value in cfg.items():
             if state["config"].get(key, value) != value:
@@ -242,7 +297,7 @@ def open_folder(method, cfg, folder, sources, state, start, say):
                     "warning")
     text = json.dumps(dict(cfg) | dict(method=method.path.stem, sources=sources), indent=1)
     ckpt.write(folder / "config.json", lambda f: f.write_text(text + "\n"))
-    ckpt.write(folder / "method.py", lambda f: f.write_bytes(method.path.read_bytes()))
+    ckpt.write(folder / "method.py", lambda f: f.write_bytes(method.source))
     metrics = folder / "metrics.jsonl"
     lines = []
     for line in metrics.read_text().splitlines() if metrics.exists() else []:
@@ -254,20 +309,17 @@ def open_folder(method, cfg, folder, sources, state, start, say):
 
 def take_lock(folder, rank, gloo):
     """One run per folder at a time. The lock is the kernel's: it ends with the process, however that ends."""
-    handle, error = open(os.devnull), None
-    if rank == 0:
-        handle = open(folder / ".lock", "w")
-        for attempt in range(20):                       # a killed predecessor may still be saving
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                error = None
-                break
-            except BlockingIOError:
-                error = f"{folder} is in use by another run; wait for it, or use --name NEW"
-                time.sleep(0.5)
-            except OSError:                             # a file system without locks
-                error = None
-                break
+    handle, error = open(os.devnull if rank else folder / ".lock", "w"), None
+    for attempt in range(0 if rank else 20):            # a killed predecessor may still be saving
+        error = None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            error = f"{folder} is in use by another run; wait for it, or use --name NEW"
+            time.sleep(0.5)
+        except OSError:                                 # a file system without locks
+            break
     error = from_rank0(error, gloo)
     if error:
         raise BadInput(error)

@@ -14,14 +14,17 @@ if __name__ == "__main__":
 
 import ast
 import difflib
-import importlib.util
 import io
 import os
+import re
+import signal
 import sys
 import time
 import tokenize
 from pathlib import Path
+from types import ModuleType
 
+import logs
 import recipes
 import trainer
 from common import BadInput
@@ -34,19 +37,26 @@ REQUIRED = ("config", "build", "init", "optimizers", "step", "sample")
 def load_method(path):
     """Import a method file by path, from any folder, and check that it has what the trainer calls."""
     path = Path(path)
-    if not path.is_file():
-        known = ", ".join(f"methods/{p.name}" for p in sorted((trainer.ROOT / "methods").glob("*.py")))
-        raise BadInput(f"method file {path} does not exist; there are {known}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    method = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(method)
+        source = path.read_bytes()          # once: what runs is what method.py of the run folder keeps
+    except OSError as e:
+        known = ", ".join(os.path.relpath(p) for p in sorted((trainer.ROOT / "methods").glob("*.py")))
+        problem = "does not exist" if isinstance(e, FileNotFoundError) else f"cannot be read ({e.strerror})"
+        raise BadInput(f"method file {path} {problem}; there are {known}") from None
+    method = ModuleType(path.stem)
+    method.__file__, method.source = str(path.resolve()), source
+    try:
+        exec(compile(source, str(path), "exec"), vars(method))
     except SyntaxError as e:
         raise BadInput(f"{path} line {e.lineno}: {e.msg}") from None
+    except SystemExit:
+        raise BadInput(f"{path} calls sys.exit(); a method file is imported, it must not") from None
     lacking = [n for n in REQUIRED if not hasattr(method, n)]
     if lacking:
         raise BadInput(f"{path} lacks {', '.join(lacking)}; a method file has {', '.join(REQUIRED)} "
                        f"(and presets, phase where needed), see methods/sft.py")
+    if not all(isinstance(d, dict) for d in (method.config, *getattr(method, "presets", {"": {}}).values())):
+        raise BadInput(f"{path}: config and each of the presets must be a dict(key=value, ...)")
     method.path = path.resolve()
     if not hasattr(method, "phase"):
         method.phase = lambda it, cfg: "student"
@@ -59,22 +69,34 @@ def unknown(key, keys, where):
     raise BadInput(f"--{key} is not a config key of {where}; {hint}")
 
 
+def like(default, key, value, where):
+    """The value in the type of the key's default, or BadInput: an int may stand for a float, nothing else."""
+    if type(value) is not type(default) and (type(value), type(default)) != (int, float):
+        raise BadInput(f"{where} has {key} = {value!r}, which is not of the type of {default!r}")
+    return type(default)(value)
+
+
 def resolve(method, argv):
     """(config, {key: value before} of what preset and command line set, {option: value}). Raises BadInput."""
     where = os.path.relpath(method.path) if method.path.is_relative_to(Path.cwd()) else str(method.path)
-    cfg = trainer.defaults | method.config
+    cfg = trainer.defaults | dict(method.config)
     for key, value in cfg.items():
         if not isinstance(value, (int, float, str, tuple)):
             raise BadInput(f"{where}: config[{key!r}] is a {type(value).__name__}; use int, float, bool, "
                            f"str, tuple")
+        if key in OPTIONS:
+            raise BadInput(f"{where}: --{key} is an option of train.py; give the config key another name")
+        cfg[key] = like(trainer.defaults.get(key, value), key, value, f"{where}: config")
     base, given, options = dict(cfg), {}, {}
-    args = list(argv)
+    args = ["--help" if a == "-h" else a for a in argv]
     while args:
         arg = args.pop(0)
         if not arg.startswith("--"):
             raise BadInput(f"{arg!r} is not an option; write --key value")
         key, equals, text = arg[2:].partition("=")
-        if key in ("help", "dry_run") and not equals:
+        if key in ("help", "dry_run"):
+            if equals:
+                raise BadInput(f"--{key} takes no value; write --{key} alone, or leave it out")
             options[key] = True
             continue
         if key not in cfg and key != "preset":
@@ -98,22 +120,18 @@ def resolve(method, argv):
         for key, value in presets[name].items():
             if key not in cfg:
                 unknown(key, cfg, f"{where} (preset {name})")
-            if type(value) is not type(cfg[key]) and not (type(value) is int and type(cfg[key]) is float):
-                raise BadInput(f"{where}: preset {name} has {key} = {value!r}, which is not of the type "
-                               f"of {cfg[key]!r}")
-            cfg[key] = type(cfg[key])(value)
+            cfg[key] = like(cfg[key], key, value, f"{where}: preset {name}")
     cfg |= given
-    data = cfg["data"].rstrip("/").split("/")[-1]
-    cfg["group"] = cfg["group"] or (Path(data).stem if "." in data else data)
+    data = Path(os.path.abspath(cfg["data"])).name or "root"        # of "." and ".." too
+    cfg["group"] = cfg["group"] or re.sub(r"(?<=.)\.(zip|npz)$", "", data)
     cfg["name"] = cfg["name"] or method.path.stem + (f"_{options['preset']}" if "preset" in options else "")
     return cfg, {k: base[k] for k in cfg if cfg[k] != base[k]}, options
 
 
-def comments(path, name):
-    """{key: comment} of `name = dict(key=value,  # comment ...)` in a source file."""
-    source = Path(path).read_text()
+def comments(source, name):
+    """{key: comment} of `name = dict(key=value,  # comment ...)` in the bytes of a source file."""
     lines = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
         if token.type == tokenize.COMMENT:
             lines[token.start[0]] = token.string.lstrip("# ")
     for node in ast.parse(source).body:
@@ -127,7 +145,8 @@ def comments(path, name):
 
 def show_help(method, cfg):
     print(f"{(method.__doc__ or '').strip()}\n\nOptions: --help, --dry_run, --preset NAME\n")
-    own, trainers = comments(method.path, "config"), comments(trainer.__file__, "defaults")
+    own = comments(method.source, "config")
+    trainers = comments(Path(trainer.__file__).read_bytes(), "defaults")
     own = {k: own.get(k) or trainers.get(k, "") for k in method.config}
     rest = {k: comment for k, comment in trainers.items() if k not in own}
     for title, group in (("this method", own), ("the trainer", rest)):
@@ -140,7 +159,7 @@ def show_help(method, cfg):
 def quit_with(sentence):
     """Print the sentence once, from rank 0, and exit with 2. The others wait for it: torchrun ends every
     worker when the first one fails. If nobody ends this one, it alone had something to say."""
-    until = time.time() + (10 if int(os.environ.get("RANK", 0)) else 0)
+    until = time.time() + (0 if os.environ.get("RANK", "0") == "0" else 10)
     while time.time() < until and not resume.requested():
         time.sleep(0.05)
     if time.time() >= until:
@@ -149,21 +168,28 @@ def quit_with(sentence):
 
 
 def main(argv):
-    if not argv or argv[0].startswith("-"):
+    if not argv or argv in (["--help"], ["-h"]):
         print(__doc__)
-        sys.exit(0 if argv in (["--help"], ["-h"]) else 2)
+        sys.exit(0 if argv else 2)
+    options = {}
     try:
+        if argv[0].startswith("-"):
+            raise BadInput(f"{argv[0]} is no method file; write train.py methods/NAME.py {argv[0]} ...")
         method = load_method(argv[0])
         cfg, changed, options = resolve(method, argv[1:])
         if "help" in options:
             return show_help(method, cfg)
         trainer.train(method, cfg, changed, dry_run="dry_run" in options)
     except BadInput as e:
+        if "dry_run" in options and os.environ.get("RANK", "0") == "0":     # what a preset sets, even so
+            print("\n".join(logs.config_lines(cfg, changed)), flush=True)
         quit_with(e)
 
 
 def run(main):
     """Call a script's main; bad input ends it with one sentence and exit code 2."""
+    if hasattr(sys.stdout, "reconfigure"):              # an ASCII terminal must not end it at a name or a ±
+        sys.stdout.reconfigure(errors="replace")
     try:
         main(sys.argv[1:])
     except BadInput as e:
@@ -171,4 +197,6 @@ def run(main):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if {"-h", "--help", "--dry_run"} & {*sys.argv}:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)   # | head may leave; a run goes on without its reader
+    run(main)

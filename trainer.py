@@ -7,7 +7,7 @@
             loss, logs = method.step(nets, batch, it, cfg)
             scale(loss / accum).backward()
         average gradients over the ranks; norm; skip if it is not finite; clip; optimizer; post_step; EMA
-        validation, samples, log line, checkpoint, preemption: each after iteration it, where it is due
+        log line, checkpoint, validation, samples, preemption: each after iteration it, where it is due
 
 What a method file may rely on: its nets hold float32 weights on the device, filled from `init`; only the
 parameters of the phase's optimizer require gradients; batch = dict(x0 (B,C,[T,]H,W) float32, cond {},
@@ -16,9 +16,8 @@ as `build` left them.
 """
 import contextlib
 import copy
-import os
+import shlex
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -58,13 +57,13 @@ defaults = dict(
     lr_schedule="constant",  # constant, cosine[:floor fraction], inv_sqrt:updates; by the phase's own updates
     warmup=0,                # linear warm-up in the phase's own updates; 0 = off
     clip=10.0,               # gradient norm over all nets of the phase; 0 = no clipping
-    max_skipped=100,         # updates skipped in a row (gradient not finite) before giving up; 0 = never
+    max_skipped=100,         # a phase's updates skipped in a row (not finite) before giving up; 0 = never
     amp="",                  # "" = float32, bf16, fp16: autocast around step
-    tf32=True,               # TF32 matrix products on CUDA
+    tf32=True,               # TF32 matrix products and convolutions on CUDA
     device="",               # "" = the best there is: cuda, mps, cpu
     parallel="ddp",          # ddp: replicas
     ema=("ema",),            # student averages: name[:rate], name:power=0.05, name:half_kimg=500; "" = none
-    resume="auto",           # auto: newest checkpoint; force: also if the method file changed; "": anew
+    resume="auto",           # auto: newest checkpoint; force: also other data or method file; "": none
     save_every=1000,         # iterations between checkpoints; 0 = only at the end
     keep_last=0,             # newest checkpoints that are kept; 0 = all
     val_every=1000,          # iterations between validations (and one before the first); 0 = off
@@ -86,31 +85,36 @@ def train(method, cfg, changed=(), dry_run=False):
     input raises BadInput before the process group starts."""
     # ---- everything that can be wrong with the input
     rank, world, local = startup.ranks()
-    startup.check(cfg, world)
+    startup.check(cfg, world, defaults)
     device = startup.pick_device(cfg, local)
     dataset = data.load(cfg)
     if cfg["classes"] < 0:
         cfg["classes"] = dataset.classes
     with torch.device("meta"):
-        nets = method.build(cfg)
+        nets = startup.call(method, "build", cfg)
     if "student" not in nets:
         raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
                        f"named student")
     shape = tuple(nets["student"].x_shape)
-    if shape != tuple(dataset.shape):
-        raise BadInput(f"--data {cfg['data']} has samples of shape {tuple(dataset.shape)}, --net "
-                       f"{cfg['net']} takes {shape}; choose a net of that shape")
+    val_set = data.load(cfg, split="val") if cfg["val_every"] else dataset
+    for key, some in ("data", dataset), ("val_data", val_set):
+        if shape != tuple(some.shape):
+            raise BadInput(f"--{key} {cfg[key]} has samples of shape {tuple(some.shape)}, --net {cfg['net']} "
+                           f"takes {shape}; choose a net of that shape")
     trainable = {n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in nets.items()}
-    startup.check_optimizers(method, cfg, nets, trainable, method.optimizers(nets, cfg))
+    inits, turns = startup.check_method(method, cfg, nets, trainable)
+    startup.check_settings(method, cfg, nets, world, defaults)
     folder = startup.output_folder(cfg)
     found = startup.check_folder(method, cfg, folder)
-    inits = method.init(cfg)
+    fingerprint = startup.fingerprint(cfg, dataset)
     hint = (f"make one with `torchrun train.py methods/sft.py --net {cfg['net']} --data {cfg['data']}`, or "
             f"give --teacher PATH[#ENTRY]")
     if not found:
         sources = {s: ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
     if dry_run:
         return logs.show_plan(method, cfg, changed, nets, trainable, world, folder)
+    if not found:
+        startup.fill(nets, inits, sources, None, trainable, cfg)
     startup.make_folder(folder, f"output folder {folder} is not writable",
                         "set FEWSTEP_OUTPUT_ROOT to one that is", ("checkpoints", "samples"))
 
@@ -122,7 +126,7 @@ def train(method, cfg, changed=(), dry_run=False):
             gloo = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     say = logs.Printer(cfg["log_level"], rank, cfg["max_iter"])
     lock = startup.take_lock(folder, rank, gloo)                # held until this process ends
-    found = from_rank0(bool(ckpt.scan(folder / "checkpoints")), gloo)   # a predecessor may just have saved
+    found = from_rank0(startup.check_folder(method, cfg, folder), gloo)     # a run may just have saved there
     start, state = 0, None
     if found:
         if rank == 0:
@@ -132,6 +136,7 @@ def train(method, cfg, changed=(), dry_run=False):
             raise BadInput(f"no checkpoint in {folder} can be read; remove them to start anew, or use "
                            f"--name NEW")
         state = state or ckpt.load(ckpt.path(folder / "checkpoints", start))
+        startup.check_folder(method, cfg, folder, state, fingerprint)
         sources = {s: state["sources"].get(s) or ckpt.resolve(s, hint)
                    for s in inits.values() if s not in nets}
     if start >= cfg["max_iter"] or 0 < cfg["stop_at"] <= start:
@@ -142,14 +147,13 @@ def train(method, cfg, changed=(), dry_run=False):
 
     # ---- nets, EMAs, optimizers
     ema_specs = {e: common.parse_ema(e) for e in cfg["ema"]}
+    if state:
+        startup.fill(nets, inits, sources, state, trainable, cfg)
     emas = {spec[0]: copy.deepcopy(nets["student"]).requires_grad_(False).eval()
             for spec in ema_specs.values()}
-    startup.fill(nets, inits, sources, state, trainable, cfg)
-    for name, ema in emas.items():
-        ckpt.materialise(ema, name, cfg["seed"], given=ema.state_dict())
-        ckpt.fill(ema, nets["student"].state_dict(), name)
-        if state and name in state["emas"]:
-            ckpt.fill(ema, state["emas"][name], name, keys=startup.saved_keys(ema, trainable["student"]))
+    for name in emas.keys() & state["emas"] if state else ():
+        ckpt.fill(emas[name], state["emas"][name], name,
+                  keys=startup.saved_keys(emas[name], trainable["student"]))
     for net in [*nets.values(), *emas.values()]:
         net.to(device)
         if world > 1:                                   # every replica starts from rank 0's, whatever it read
@@ -167,155 +171,162 @@ def train(method, cfg, changed=(), dry_run=False):
             group["initial_lr"] = group["lr"]
     ema_tensors = {name: averaged(ema, nets["student"], trainable["student"]) for name, ema in emas.items()}
     scaler = torch.amp.GradScaler(device.type, enabled=cfg["amp"] == "fp16", init_scale=2.0 ** 16)
-    counts, skipped = {phase: 0 for phase in opts}, 0
+    counts, skipped = ({phase: 0 for phase in opts} for _ in range(2))
     if state:
         startup.load_optimizers(opts, names, state["optims"])
-        counts |= {k: v for k, v in state["counts"].items() if k in counts}
-        skipped = state["skipped"]
+        for ours, kept in (counts, state["counts"]), (skipped, state["skipped"] or {}):
+            ours |= {k: v for k, v in kept.items() if k in ours}
         if state["scaler"] and scaler.is_enabled():
             scaler.load_state_dict(state["scaler"])
-    turns = (Counter(method.phase(i, cfg) for i in range(cfg["max_iter"]))
-             if "cosine" in cfg["lr_schedule"] else {})
     autocast = lambda: torch.autocast(  # noqa: E731
         device.type, DTYPES.get(cfg["amp"]), enabled=bool(cfg["amp"]))
     torch.set_float32_matmul_precision("high" if cfg["tf32"] else "highest")
+    torch.backends.cudnn.allow_tf32 = cfg["tf32"]
 
     # ---- run folder and loggers
     if rank == 0:
         startup.open_folder(method, cfg, folder, sources, state, start, say)
-    say(logs.describe(cfg, nets, trainable, opts, names, world, device, start, changed))
+    say(logs.describe(cfg, nets, trainable, opts, names, turns, world, device, start, changed))
     if rank == 0:
         say(logs.data_line(cfg, dataset, nets["student"]))
     if resume.scheduler.resume_details():
         say(resume.scheduler.resume_details())
     wandb = logs.start_wandb(cfg, folder, say) if rank == 0 else None
     record = logs.Recorder(folder, wandb, rank, gloo, say)
-    meter = logs.Meter(gloo is not None)
+    meter = logs.Meter(gloo)
     loader = data.Loader(dataset, cfg, start, rank, world, cfg["accum"], cfg["seed"])
-    val_set = data.load(cfg, split="val") if cfg["val_every"] else None
     calls = watch_calls(nets) if cfg["debug_calls"] and world > 1 else None
     stopping = lambda: resume.agreed(gloo, resume.requested())                                    # noqa: E731
-    saved = start if state else -1
+    saved, state = (start if state else -1), None       # frees what a resume has read
 
-    def checkpoint(done):
+    def checkpoint(done, group=gloo):
         """Write N.pth on rank 0; every rank learns if that worked. Keeps what a resume cannot recompute."""
         nonlocal saved
         if saved == done:
             return
-        error = None
+        saved, error = done, None                       # tried once, on a full disk too
         if rank == 0:
-            content = dict(format=ckpt.FORMAT, it=done, method=method.path.stem, config=dict(cfg),
-                           counts=counts, skipped=skipped, sources=sources, scaler=scaler.state_dict(),
-                           nets={n: startup.saved_state(net, trainable[n])
-                                 for n, net in nets.items() if trainable[n] or not list(net.parameters())},
-                           emas={n: startup.saved_state(ema, trainable["student"])
-                                 for n, ema in emas.items()},
-                           optims={p: {names[q]: s for q, s in opt.state.items()} for p, opt in opts.items()})
             try:
+                content = dict(
+                    format=ckpt.FORMAT, it=done, method=method.path.stem, config=dict(cfg), counts=counts,
+                    skipped=skipped, sources=sources, data=fingerprint, scaler=scaler.state_dict(),
+                    nets={n: startup.saved_state(n, net, trainable[n])
+                          for n, net in nets.items() if trainable[n] or not list(net.parameters())},
+                    emas={n: startup.saved_state(n, ema, trainable["student"]) for n, ema in emas.items()},
+                    optims={p: {names[q]: s for q, s in opt.state.items()} for p, opt in opts.items()})
                 ckpt.save(ckpt.path(folder / "checkpoints", done), content)
-                ckpt.prune(folder / "checkpoints", cfg["keep_last"])
+                ckpt.prune(folder / "checkpoints", cfg["keep_last"], done)
             except BadInput as e:
                 error = str(e)
-        error = from_rank0(error, gloo)
+        error = from_rank0(error, group)
         if error:
             raise BadInput(error)
-        saved = done
 
     def look(done, at_start=False):
         """Validation and sample grid where due (at the start: those an interrupted run still owes)."""
         due = lambda every: every and (done % every == 0 or done == cfg["max_iter"])         # noqa: E731
         if due(cfg["val_every"]) and not (at_start and record.has(done, "val/")):
             with judging(nets, emas):
-                values = validate(method, nets, cfg, val_set, done, rank, world, device, autocast, stopping)
+                values = validate(method, nets, cfg, val_set, done, rank, world, gloo, device, autocast,
+                                  stopping)
             if values is None:
                 return
             record(done, values)
             say(f"it {done:07d} | " + " ".join(f"{k} {v:.4g}" for k, v in values.items()))
         grid = folder / "samples" / f"{done:07d}.png"
-        if due(cfg["sample_every"]) and not (at_start and from_rank0(grid.exists(), gloo)):
+        if rank == 0 and due(cfg["sample_every"]) and not (at_start and grid.exists()):
             with judging(nets, emas), autocast():
                 x0, columns = draw_grid(method, next(iter(emas.values()), nets["student"]), cfg, device)
-            if rank == 0:
+            try:
                 logs.save_grid(encoders.decode(x0, cfg), grid, columns)
                 if wandb:
                     wandb.log({"samples": wandb.Image(str(grid))}, step=done)
+            except BadInput as e:                       # a picture is not worth a run
+                say(f"WARNING: {e}", "warning")
 
     # ---- the loop
     look(start, at_start=True)
     done, clock, busy, previous = start, 0.0, 0.0, None
     if stopping():
         checkpoint(start)
-    while done < last and not stopping():
-        it, began = done, time.perf_counter()
-        phase = method.phase(it, cfg)
-        opt, params = opts[phase], owned[phase]
-        if phase != previous:
-            for other, ps in owned.items():
-                for p in ps:
-                    p.requires_grad_(other == phase)
-            previous = phase
-        for micro in range(cfg["accum"]):
-            waited = time.perf_counter()
-            raw = next(loader)
-            meter.add("data_ms", (time.perf_counter() - waited) * 1e3 * cfg["accum"])
-            common.seed_default(common.hash_seed(cfg["seed"], it, micro * world + rank))
-            batch = encoders.encode(raw, cfg, device)
-            with autocast():
-                loss, parts = method.step(nets, batch, it, cfg)
-            if not (torch.is_tensor(loss) and loss.numel() == 1 and loss.requires_grad):
-                raise BadInput(f"{method.path}: step() at it {it} (phase {phase!r}) returned a loss that "
-                               f"is no scalar or depends on no parameter of that optimizer; is something "
-                               f"under no_grad?")
-            scaler.scale(loss / cfg["accum"]).backward()
-            suffix = "" if phase == "student" else f"_{phase}"
-            meter.add(f"loss{suffix}", loss)
-            for key, value in parts.items():
-                meter.add(key, value)
-            if calls is not None:
-                compare_calls(calls, it, gloo)
-        average_gradients(params, gloo, world)
-        scaler.unscale_(opt)
-        grads = [p.grad for p in params if p.grad is not None]
-        norm = clip(grads, cfg["clip"])                 # the iteration's one device sync
-        if norm < float("inf"):
-            factor = common.lr_factor(cfg["lr_schedule"], counts[phase], cfg["warmup"], turns.get(phase, 0))
-            for group in opt.param_groups:
-                group["lr"] = group["initial_lr"] * factor
-            opt.step()
-            counts[phase], skipped = counts[phase] + 1, 0
-            post_step(phase_nets[phase])
-            if phase == "student":
-                for entry, (name, *_) in ema_specs.items():
-                    update_ema(ema_tensors[name], common.ema_beta(entry, counts[phase], cfg["batch_size"]))
-            meter.add(f"norm{suffix}", norm)
-            meter.add(f"lr{suffix}", opt.param_groups[0]["lr"])
-        else:                                        # a gradient that is not finite never reaches the weights
-            skipped += 1
-            meter.add("skipped", 1.0, total=True)
-        scaler.update()
-        opt.zero_grad(set_to_none=True)
-        if 0 < cfg["max_skipped"] <= skipped:
-            raise BadInput(f"the gradient was not finite {skipped} times in a row, last at it {it}, phase "
-                           f"{phase!r} ({meter.text()}); last checkpoint {saved if saved >= 0 else 'none'}; "
-                           f"--amp \"\" runs in float32, a lower --lr or --clip may help")
-        done = it + 1
-        spent = time.perf_counter() - began
-        busy, clock = busy + spent, clock + spent
+    try:
+        while done < last and not stopping():
+            it, began = done, time.perf_counter()
+            phase = method.phase(it, cfg)
+            opt, params = opts[phase], owned[phase]
+            if phase != previous:
+                for other, ps in owned.items():
+                    for p in ps:
+                        p.requires_grad_(other == phase)
+                previous = phase
+            for micro in range(cfg["accum"]):
+                waited = time.perf_counter()
+                raw = next(loader)
+                meter.add("data_ms", (time.perf_counter() - waited) * 1e3 * cfg["accum"])
+                common.seed_default(common.hash_seed(cfg["seed"], it, micro * world + rank))
+                batch = encoders.encode(raw, cfg, device)
+                with autocast():
+                    loss, parts = startup.call(method, "step", nets, batch, it, cfg)
+                if not (torch.is_tensor(loss) and loss.requires_grad):
+                    raise BadInput(f"{method.path}: step() at it {it} (phase {phase!r}) returned a loss that "
+                                   f"depends on no parameter of that optimizer; is something under no_grad?")
+                scaler.scale(loss / cfg["accum"]).backward()
+                suffix = "" if phase == "student" else f"_{phase}"
+                meter.add(f"loss{suffix}", loss)
+                for key, value in parts.items():
+                    meter.add(key, value)
+                if calls is not None:
+                    compare_calls(calls, it, gloo)
+            average_gradients(params, gloo, world)
+            scaler.unscale_(opt)
+            grads = [p.grad for p in params if p.grad is not None]
+            norm = clip(grads, cfg["clip"])                 # the iteration's one device sync
+            if norm < float("inf"):
+                factor = common.lr_factor(cfg["lr_schedule"], counts[phase], cfg["warmup"], turns[phase])
+                for group in opt.param_groups:
+                    group["lr"] = group["initial_lr"] * factor
+                done = None                             # till EMAs have moved, the weights are no iteration's
+                opt.step()
+                counts[phase], skipped[phase] = counts[phase] + 1, 0
+                post_step(phase_nets[phase])
+                if phase == "student":
+                    for e, (name, *_) in ema_specs.items():
+                        update_ema(ema_tensors[name], common.ema_beta(e, counts[phase], cfg["batch_size"]))
+                meter.add(f"norm{suffix}", norm)
+                meter.add(f"lr{suffix}", opt.param_groups[0]["lr"])
+            else:                                       # what is not finite never reaches the weights
+                skipped[phase] += 1
+                meter.add("skipped", 1.0, total=True)
+            scaler.update()
+            opt.zero_grad(set_to_none=True)
+            done = it + 1
+            if 0 < cfg["max_skipped"] <= skipped[phase]:
+                raise BadInput(f"the gradient was not finite {skipped[phase]} times in a row, last at it "
+                               f"{it}, phase {phase!r} ({meter.text()}); --amp \"\" runs in float32, a lower "
+                               f"--lr or --clip may help")
+            spent = time.perf_counter() - began
+            busy, clock = busy + spent, clock + spent
 
-        look(done)
-        if cfg["log_every"] and (done % cfg["log_every"] == 0 or done == last):
-            n = min(done % cfg["log_every"] or cfg["log_every"], done - start)
-            values = meter.flush() | dict(ms_per_it=busy / n * 1e3, img_per_s=n * cfg["batch_size"] / busy,
-                                          mem_gb=logs.memory_gb(device),
-                                          eta_s=(last - done) * clock / (done - start))
-            busy = 0.0
-            if scaler.is_enabled():
-                values["scale"] = scaler.get_scale()
-            record(done, values)
-            say(logs.log_line(done, cfg["max_iter"], values))
-        say.progress(done)
-        if done == last or (cfg["save_every"] and done % cfg["save_every"] == 0):
-            checkpoint(done)
+            if cfg["log_every"] and (done % cfg["log_every"] == 0 or done == last):
+                n = min(done % cfg["log_every"] or cfg["log_every"], done - start)
+                values = meter.flush() | dict(
+                    ms_per_it=busy / n * 1e3, img_per_s=n * cfg["batch_size"] / busy,
+                    mem_gb=logs.memory_gb(device), eta_s=(last - done) * clock / (done - start))
+                busy = 0.0
+                if scaler.is_enabled():
+                    values["scale"] = scaler.get_scale()
+                record(done, values)
+                say(logs.log_line(done, cfg["max_iter"], values))
+            say.progress(done)
+            if done == last or (cfg["save_every"] and done % cfg["save_every"] == 0):
+                checkpoint(done)
+            look(done)                                   # after the save: what fails here costs nothing
+    except (BadInput, RuntimeError):                    # a RuntimeError: the others may have left
+        if rank == 0 and done not in (None, saved):
+            with contextlib.suppress(BadInput):         # the first sentence is the one that counts
+                checkpoint(done, None)
+                say(f"{done} iterations are in {ckpt.path(folder / 'checkpoints', done)}", "warning")
+        raise
 
     # ---- the end: finished, stopped by --stop_at, or asked to leave
     preempted = done < last
@@ -330,8 +341,11 @@ def train(method, cfg, changed=(), dry_run=False):
         say(f"stopped at --stop_at {cfg['stop_at']}: {file}", "warning")
     else:
         grid = folder / "samples" / f"{done:07d}.png"
-        say(f"done: {file}\nsamples: {grid if grid.exists() else 'none (--sample_every 0)'}\n"
-            f"score it: python evaluate.py {folder}", "warning")
+        for phase in [p for p in opts if not counts[p]]:
+            say(f"WARNING: no update of phase {phase!r} was applied", "warning")
+        say(f"done: {file}\nsamples: {grid if grid.exists() else 'none'}", "warning")
+        if cfg["data"] == "digits":
+            say(f"score it: python evaluate.py {shlex.quote(str(folder))}", "warning")
     say.progress(None)
     if wandb:
         wandb.finish()
@@ -402,8 +416,7 @@ def watch_calls(nets):
 
 
 def compare_calls(calls, it, gloo):
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(calls), group=gloo)
+    everyone = logs.everyone(list(calls), gloo)
     calls.clear()
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
@@ -430,10 +443,10 @@ def judging(nets, emas):
             module.training = mode
 
 
-def validate(method, nets, cfg, dataset, done, rank, world, device, autocast, stopping):
+def validate(method, nets, cfg, dataset, done, rank, world, gloo, device, autocast, stopping):
     """{val/[setting/]phase/name: mean over batches and ranks}, or None if asked to stop in between. Calls
     step once per phase and batch, with its own seed."""
-    meter = logs.Meter(world > 1)
+    meter = logs.Meter(gloo)
     for label, changes in startup.val_settings(cfg):
         its, it = {}, done
         while it < done + 1000 and it < done + cfg["max_iter"]:      # first turn of every phase from here on
@@ -446,7 +459,7 @@ def validate(method, nets, cfg, dataset, done, rank, world, device, autocast, st
                 for phase, at in its.items():
                     common.seed_default(common.hash_seed(cfg["seed"], "val", number, micro * world + rank))
                     with autocast():
-                        loss, parts = method.step(nets, batch, at, cfg | changes)
+                        loss, parts = startup.call(method, "step", nets, batch, at, cfg | changes)
                     for key, value in (dict(loss=loss) | parts).items():
                         meter.add(f"val/{label}{phase}/{key}", value)
             if stopping():

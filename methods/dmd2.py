@@ -28,25 +28,27 @@ config = dict(
     max_iter=3600,                   # = 600 student updates; N of the paper are N (ratio + 1) / ratio here
     batch_size=64,
     update_ratio=5,                  # fake updates per student update; at least 1
-    lr=3e-4,                         # student
-    lr_fake=6e-4,                    # fake score
-    lr_disc=2e-3,                    # discriminator
-    lr_schedule="cosine",            # paper: constant
+    lr=6e-4,                         # student
+    lr_fake=1.2e-3,                  # fake score
+    lr_disc=1e-3,                    # discriminator
+    lr_schedule="cosine:0.1",        # paper: constant
     warmup=20,
     optimizer="adamw",               # adamw, adam, radam
     betas=(0.9, 0.999),              # of the optimizer's two moments
     weight_decay=0.01,               # 0 = off
-    t_list=(),                       # noise levels of the steps; "" = equally spaced (edm: on the rho 7 grid)
+    t_start=2.5,                     # noise level of the first step, z alone; 0 = the schedule's last (paper)
+    t_list=(),                       # those of all steps; "" = equally spaced (edm: on the rho 7 grid)
     student_input="simulation",      # of the later steps: simulation (paper), or data (noised data, FastGen)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
-    t_dist="polynomial",             # noise levels of dm, dsm and GAN; common.t_quantile lists them
-    t_mean=0.0,                      # of lognormal and logitnormal
+    t_dist="lognormal",              # noise levels of dsm and GAN; common.t_quantile lists them
+    t_mean=-0.5,                     # of lognormal and logitnormal
     t_std=1.0,                       # of the same
     t_shift=5.0,                     # of "shifted"
-    t_min=0.1,                       # bounds of t; 0 = the schedule's own
+    t_min=0.02,                      # bounds of t; 0 = the schedule's own
     t_max=10.0,                      # 0 = the schedule's own
-    dm_t_min=0.1,                    # bounds of t in dm; the paper's, for edm: 0.00323
-    dm_t_max=10.0,                   # and 72.05
+    dm_t_dist="polynomial",          # noise levels of dm (paper, dsm and GAN too)
+    dm_t_min=0.2,                    # bounds of t in dm; the paper's, for edm: 0.00323
+    dm_t_max=10.0,                   # and 72.06
     fake_pred="",                    # space of the fake score's error: x0, eps, v, flow; "" = the net's own
     fake_weight="",                  # its weight; "" = edm for x0 errors on edm nets (paper), else unit
     gan_weight=0.3,                  # of gan_g; paper: 3e-3; 0 = no GAN
@@ -57,11 +59,11 @@ config = dict(
     gan_same_noise=False,            # real samples get the t and eps of the generated ones
     r1_weight=0.0,                   # of r1; 0 = off
     r1_alpha=0.1,                    # size of its perturbation
-    ema=("ema:power=0.1",),
+    ema=("ema:power=0.15",),
 )
 
-published = dict(t_min=0.0, t_max=0.0, dm_t_min=0.0, dm_t_max=0.0, lr_schedule="constant", warmup=0,
-                 save_every=5000, val_every=5000, sample_every=5000)
+published = dict(t_start=0.0, t_dist="polynomial", t_min=0.0, t_max=0.0, dm_t_min=0.0, dm_t_max=0.0,
+                 lr_schedule="constant", warmup=0, save_every=5000, val_every=5000, sample_every=5000)
 presets = dict(
     # The paper has no CIFAR-10 recipe: FastGen's settings (FID 1.99 reported). They differ from the paper's:
     # features of the teacher at three scales, discriminator weight 1, four fake updates per student update.
@@ -87,12 +89,12 @@ def build(cfg):
     teacher.eval().requires_grad_(False)
     nets = dict(student=student.train(), teacher=teacher, fake_score=fake_score.train())
     # values that only step() reads are refused here, before any work
-    common.t_list(student.schedule, cfg["steps"], cfg["t_list"])
+    common.t_list(student.schedule, cfg["steps"], cfg["t_list"], cfg["t_start"])
     for key, choices in dict(student_input=("simulation", "data"), sampler=("sde", "ode"),
                              gan_loss=("softplus", "hinge"), gan_features=("fake_score", "teacher")).items():
         common.known(f"--{key}", cfg[key], choices)
-    for bounds in ("t_min", "t_max"), ("dm_t_min", "dm_t_max"):
-        common.check_noise(student, cfg["fake_pred"], cfg["fake_weight"], **times(cfg, *bounds))
+    for part in "", "dm_":
+        common.check_noise(student, cfg["fake_pred"], cfg["fake_weight"], **times(cfg, part))
     if cfg["gan_weight"]:
         nets["discriminator"] = UNetHead(teacher.tap_shapes(taps(teacher, cfg))).train()
     return nets
@@ -124,7 +126,7 @@ def student_step(nets, batch, it, cfg):
     # generate
     x = generate(nets["student"], batch, it, cfg)                                           # (B, C, H, W)
     # distribution matching: both scores at the re-noised sample, no graph
-    t, eps = draw(x, teacher.schedule, cfg, "dm_t_min", "dm_t_max")
+    t, eps = draw(x, teacher.schedule, cfg, "dm_")
     with torch.no_grad():
         x_t = common.add_noise(teacher.schedule, x, eps, t)
         x0_fake = common.predict(fake_score, x_t, t, cond, "x0")
@@ -178,7 +180,7 @@ def generate(student, batch, it, cfg):
     """x0 of the student at one of its steps (the same one for the whole batch under simulation)."""
     cond, x0 = batch["cond"], batch["x0"]
     x0_of = lambda x, t: common.predict(student, x, t, cond, "x0")                          # noqa: E731
-    ts = common.t_list(student.schedule, cfg["steps"], cfg["t_list"])
+    ts = common.t_list(student.schedule, cfg["steps"], cfg["t_list"], cfg["t_start"])
     if cfg["steps"] > 1 and cfg["student_input"] == "data":
         k = torch.randint(cfg["steps"], (len(x0),), device=x0.device)
         t = torch.stack([common.t_like(s, x0) for s in ts[:-1]])[k, torch.arange(len(x0), device=x0.device)]
@@ -191,13 +193,13 @@ def generate(student, batch, it, cfg):
     return x0_of(x, t)
 
 
-def times(cfg, t_min="t_min", t_max="t_max"):
-    return dict(dist=cfg["t_dist"], mean=cfg["t_mean"], std=cfg["t_std"], shift=cfg["t_shift"],
-                t_min=cfg[t_min], t_max=cfg[t_max])
+def times(cfg, part=""):
+    return dict(dist=cfg[f"{part}t_dist"], mean=cfg["t_mean"], std=cfg["t_std"], shift=cfg["t_shift"],
+                t_min=cfg[f"{part}t_min"], t_max=cfg[f"{part}t_max"])
 
 
-def draw(x, schedule, cfg, *bounds):
-    t = common.sample_t(len(x), schedule=schedule, device=x.device, **times(cfg, *bounds))  # (B,)
+def draw(x, schedule, cfg, part=""):
+    t = common.sample_t(len(x), schedule=schedule, device=x.device, **times(cfg, part))     # (B,)
     return t, torch.randn_like(x)
 
 
@@ -216,6 +218,6 @@ def sample(net, noise, batch, cfg, steps):
     if steps != cfg["steps"]:
         raise common.BadInput(f"this student was trained for {cfg['steps']} steps, not for --steps {steps}; "
                               f"leave --steps out, or train one with --steps {steps}")
-    ts = common.t_list(net.schedule, steps, cfg["t_list"])
+    ts = common.t_list(net.schedule, steps, cfg["t_list"], cfg["t_start"])
     x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
     return common.few_step(x0_of, noise, ts, net.schedule, cfg["sampler"])

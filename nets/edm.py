@@ -24,7 +24,7 @@ sizes = dict(
 )
 
 
-def make(size, label_dim=None, augment_dim=None, r=False, logvar=False, dropout=0.0):
+def make(size, /, label_dim=None, augment_dim=None, r=False, logvar=False, dropout=0.0):
     """Net of a named size; label_dim None keeps the size's own (0: unconditional), augment_dim likewise."""
     given = {k: v for k, v in dict(label_dim=label_dim, augment_dim=augment_dim).items() if v is not None}
     return EDM(**sizes[size] | given, r=r, logvar=logvar, dropout=dropout)

@@ -30,7 +30,7 @@ sizes = dict(
 )
 
 
-def make(size, **options):
+def make(size, /, **options):
     """Net of a named size; options (those of `Toy`) override its entry."""
     return Toy(**sizes[size] | options)
 
@@ -106,9 +106,10 @@ class Toy(nn.Module):
     def __init__(self, channels=1, size=8, frames=0, chunk=0, schedule="edm", pred="x0", sigma_data=0.5,
                  label_dim=None, text_dim=0, r=False, logvar=False, dropout=0.0, dim=24, heads=2, depth=2):
         super().__init__()
-        if dim % (6 * heads) or size % 2 or chunk and not frames:
+        if min(dim, heads, size, channels, depth) < 1 or min(frames, chunk) < 0 or (
+                dim % (6 * heads) or size % 2 or chunk and not frames):
             raise BadInput(f"toy: dim {dim} must be a multiple of 6 x heads = {6 * heads}, size {size} even, "
-                           f"and chunk {chunk} needs frames > 0 (now {frames})")
+                           f"chunk {chunk} needs frames > 0 (now {frames}), and nothing is negative")
         self.schedule, self.pred, self.sigma_data, self.chunk = schedule, pred, sigma_data, chunk
         self.x_shape = (channels, frames, size, size) if frames else (channels, size, size)
         self.dim, self.heads, self.label_dim, self.text_dim = dim, heads, label_dim or 0, text_dim
@@ -127,6 +128,8 @@ class Toy(nn.Module):
 
     def tap_shapes(self, taps):
         """Shapes (D, [F,] H/2, W/2) of these taps, outputs of those blocks, in ascending order."""
+        if bad := {*taps} - {*range(self.n_taps)}:
+            raise BadInput(f"taps {bad} do not exist in this net; its taps are 0 to {self.n_taps - 1}")
         *frames, height, width = self.x_shape[1:]
         return [(self.dim, *frames, height // 2, width // 2) for _ in set(taps)]
 

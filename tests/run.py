@@ -148,7 +148,7 @@ def differing(a, b, where=""):
 SERVER = multiprocessing.get_context("forkserver")      # plain fork breaks autograd where there is a GPU
 SERVER.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])    # dynamo: optimizers import it
 
-def ranks(world, check, *args, timeout_s=90):
+def ranks(world, check, *args, timeout_s=240):
     """[check(*args) on every rank], each in a new process, over gloo; an error or a hang of any raises."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [SERVER.Process(target=child, args=(rank, world, folder, dict(os.environ), check, args))
@@ -172,7 +172,7 @@ def child(rank, world, folder, env, check, args):
     start, stores = dist.init_process_group, iter(range(1000))
     def through_a_file(*_):
         start("gloo", init_method=f"file://{folder}/store{next(stores)}", rank=rank, world_size=world,
-              timeout=timedelta(seconds=30))
+              timeout=timedelta(seconds=120))
     dist.init_process_group = through_a_file
     try:
         result = check(*args), None

@@ -14,7 +14,8 @@ import trainer
 from run import (assert_alike, batch_of, config, differing, gradients, load, nets_of, phases, refused, setup,
                  spy, turn)
 
-# key that weighs a logged part, where it is not <part>_weight (no such key: 1); None: logged only
+# by config["recipes"], which a copied file keeps: the key that weighs a logged part, where it is not
+# <part>_weight (no such key: 1); None: logged only
 WEIGHS = dict(dmd2=dict(gan_g="gan_weight", gan_d="gan_d_weight"))
 
 def one_step(method, nets, cfg, it, batch=None, seed=0):
@@ -45,7 +46,7 @@ def test_a_step_is_a_finite_weighted_sum_of_its_parts_with_gradients_for_its_opt
             loss, logs, grads = one_step(method, nets, cfg, it)
             assert loss.shape == () and loss.isfinite() and logs
             assert all(v.shape == () and v.isfinite() for v in map(torch.as_tensor, logs.values())), logs
-            keys = {part: WEIGHS.get(name, {}).get(part, f"{part}_weight") for part in logs}
+            keys = {part: WEIGHS.get(cfg["recipes"], {}).get(part, f"{part}_weight") for part in logs}
             total = sum(torch.as_tensor(value).item() * cfg.get(keys[part], 1.0)
                         for part, value in logs.items() if keys[part])
             assert loss.item() == pytest.approx(total, rel=1e-6)
@@ -145,7 +146,7 @@ def two_ranks(names):
     for name, accum in ((name, accum) for name in names for accum in (1, 2)):
         out = run.run(*setup(name, max_iter=20, accum=accum, name=f"{name}_2x{accum}"))
         result[name, accum] = out.lines, {n: net.state_dict() for n, net in out.nets.items()}
-    return result, drawn("dmd2", accum=2, steps=3, update_ratio=1, max_iter=24, t_dist="lognormal")
+    return result, drawn("dmd2", accum=2, steps=3, update_ratio=1, max_iter=24, dm_t_dist="lognormal")
 
 def drawn(name, **changes):
     """(exit steps, noise levels, noise) of a run, one entry per call."""
@@ -297,7 +298,8 @@ def test_dmd2_student_gradient_is_the_closed_form_on_gaussians():
     """E[(F - T) z] = alpha^2 sigma^2 (q^2 - s^2) q / (V_q V_s), V_q = alpha^2 q^2 + sigma^2: 0.254224 at
     alpha 0.8, sigma 0.6, q 0.9, s 0.5. w is the same for every sample if a sample has many elements."""
     t = math.acos(0.8)
-    method, cfg = setup("dmd2", t_dist="uniform", dm_t_min=t, dm_t_max=t + 1e-9, gan_weight=0.0)
+    method, cfg = setup("dmd2", t_start=0.0, t_dist="uniform", dm_t_dist="uniform", dm_t_min=t,
+                        dm_t_max=t + 1e-9, gan_weight=0.0)
     nets = dict(student=Affine(0.9, schedule="trig"), teacher=Gauss(0.0, 0.5, "trig"),
                 fake_score=Gauss(0.0, 0.9, "trig"))
     common.seed_default(0)
@@ -347,7 +349,7 @@ def test_dmd2_gan_trains_the_fake_score_only_where_the_features_are_its_own(feat
 @pytest.mark.parametrize("amp", ["", "bf16"])
 @pytest.mark.parametrize("kind", ["simulation", "data"])
 def test_dmd2_multi_step_input_is_the_students_own_or_noised_data(kind, amp):
-    d = dmd2(steps=2, student_input=kind, gan_weight=0.0)
+    d = dmd2(steps=2, student_input=kind, gan_weight=0.0, t_start=0.0)
     ts, calls, exits, reached = common.t_list("edm", 2), [], set(), []
     d.nets["student"].register_forward_pre_hook(
         lambda net, args: calls.append((torch.is_grad_enabled(), args[0].detach(), args[1])))

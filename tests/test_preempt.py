@@ -52,7 +52,7 @@ def command(*args):
 def folder_of(here):
     return here / "out" / "fewstep" / "digits" / "run"
 
-def until(condition, seconds=60):
+def until(condition, seconds=180):  # a busy machine is slow, not wrong
     """Waits for a condition and returns what it is; fails after so many seconds."""
     end = time.time() + seconds
     while not (value := condition()):
@@ -98,7 +98,7 @@ class Run:
 
     def end(self):
         """Waits for every process of this run; returns the exit code of the first one."""
-        self.process.join(60)
+        self.process.join(180)
         assert not self.process.is_alive(), f"still there:\n{self.text()[-2000:]}"
         until(lambda: not self.workers())
         return self.process.exitcode
@@ -222,7 +222,7 @@ def test_a_signal_under_torchrun_stops_all_ranks_at_one_whole_checkpoint(
     if launcher_exit in (-USR1, -KILL):                 # it died at once; its workers have to notice that
         assert orphans(run, workers) == [0, 0]
     assert run.end() == launcher_exit
-    assert time.time() - began < 10                     # the shortest grace there is: 30 s
+    assert time.time() - began < 25                     # the shortest grace there is: 30 s
     at = stopped_well(run, before)
     assert at == before + 5 if endless else at >= before + 4
     assert run.text().count("Traceback") == (launcher_exit == 1)        # torchrun's own, of the SIGTERM
@@ -262,14 +262,14 @@ def test_a_signal_while_torch_is_imported_saves_0000000(tmp_path):
     until(lambda: catches(process.pid))
     assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     process.terminate()
-    assert process.wait(60) == 0, (tmp_path / "log").read_text()
+    assert process.wait(180) == 0, (tmp_path / "log").read_text()
     goes_on(tmp_path, 1, [0, 1])
 
 def test_a_closed_output_pipe_does_not_end_a_run(tmp_path):
     process = fresh(tmp_path, "--max_iter=20", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline().startswith("[rank 0] config")                  # | head -1
     process.stdout.close()
-    assert process.stderr.read() == "" and process.wait(60) == 0 and whole(folder_of(tmp_path)) == [20]
+    assert process.stderr.read() == "" and process.wait(180) == 0 and whole(folder_of(tmp_path)) == [20]
 
 def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
     """The first one is heard at the next iteration, which is far while another run holds the folder."""

@@ -107,7 +107,8 @@ class Clocked:
     def __init__(self, method, cfg, passes):
         blocks, iters = cfg["blocks"] + 1, cfg["iters"]
         self.method, self.passes, self.iters, self.init = method, passes, iters, lambda cfg: {}
-        self.path, self.build, self.sample = method.path, method.build, method.sample
+        self.path, self.source = method.path, method.source
+        self.build, self.sample = method.build, method.sample
         turns = defaultdict(list)                       # the method's own iterations of each phase, in order
         for it in range(cfg["max_iter"]):
             turns[method.phase(it, cfg)].append(it)
@@ -219,7 +220,7 @@ def overhead(blocks=20, iters=5):
 
     many = type("Many", (torch.nn.Sequential,), dict(x_shape=(1, 8, 8)))
     method = SimpleNamespace(
-        path=Path(__file__), sample=None, phase=lambda it, cfg: "student",
+        path=Path(__file__), source=b"", sample=None, phase=lambda it, cfg: "student",
         build=lambda cfg: dict(student=many(*(torch.nn.Linear(8, 8) for _ in range(200)))),
         optimizers=lambda nets, cfg: dict(student=common.optimizer(nets["student"].parameters())),
         step=lambda nets, *_: (sum(p.sum() for p in nets["student"].parameters()), {}))
@@ -258,7 +259,9 @@ def main(argv):
         return startup([a for a in argv if a != "--startup"])
     method = train.load_method(argv[0])
     method.config = method.config | dict(blocks=20, iters=5)
-    cfg = train.resolve(method, argv[1:])[0]
+    cfg, _, options = train.resolve(method, argv[1:])
+    if options.keys() - {"preset"}:
+        raise common.BadInput("tools/bench.py has no --help or --dry_run for a method file; train.py has")
     if cfg["recipes"] not in PASSES:
         raise common.BadInput(f"{argv[0]} has recipes {cfg['recipes']!r}; tools/bench.py lists the passes of "
                               f"{', '.join(PASSES)}: add an entry to PASSES")

@@ -32,4 +32,4 @@ def main(source):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv[1]) if len(sys.argv) == 2 else print(__doc__) or 2)
