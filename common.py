@@ -264,12 +264,11 @@ def sample_t(n, dist, schedule, device, **params):
     return t_quantile(torch.rand(n, dtype=torch.float64, device=device), dist, schedule, **params)
 
 
-def t_list(schedule, steps, given=(), start=0.0):
+def t_list(schedule, steps, given=()):
     """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0.
-    Default: equal steps from `start`, or t_max; on edm the points of the 1000-point grid that FastGen takes,
-    but from 80, which one-step students are trained at, not 79.56."""
-    (t_min, t_max), limit = t_range(schedule), schedules[schedule][2]
-    t_max, ts = number("--t_start", start, 0, limit) or t_max, [number("--t_list", t) for t in given]
+    Default: equal steps from t_max; on edm the points of the 1000-point grid that FastGen takes, but from 80,
+    which one-step students are trained at, not 79.56."""
+    (_, t_max), limit, ts = t_range(schedule), schedules[schedule][2], [number("--t_list", t) for t in given]
     number("--steps", steps, 1, 1000)
     if ts:
         ts = ts[:-1] if ts[-1] == 0 else ts
@@ -278,7 +277,7 @@ def t_list(schedule, steps, given=(), start=0.0):
                            f"{limit} (schedule {schedule}) to above 0; a final 0 may follow")
     elif schedule == "edm":
         index = torch.linspace(998, 2, steps + 1, dtype=torch.float64, device="cpu").long()
-        ts = [t_max] + karras(1000, t_min, t_max).flip(0)[index[1:-1]].tolist()
+        ts = [t_max] + karras(1000, *t_range("edm")).flip(0)[index[1:-1]].tolist()
     else:
         ts = [t_max * (steps - k) / steps for k in range(steps)]
     return ts + [0.0]

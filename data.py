@@ -45,9 +45,8 @@ def load(cfg, split="train"):
     the data has, 0 = ignore labels, N = labels must be below N. Only digits have a held-out part of their
     own: for other data "val" reads cfg["val_data"], or the training data itself where that is "".
     """
-    source, classes = cfg["data"], cfg.get("classes", -1)
-    if split == "val" and cfg.get("val_data"):
-        source = cfg["val_data"]
+    key = "val_data" if split == "val" and cfg.get("val_data") else "data"
+    source, classes = cfg[key], cfg.get("classes", -1)
     if classes < -1:
         raise BadInput(f"--classes {classes} must be -1 (those of the data), 0 (no labels) or more")
     if source == "digits":
@@ -57,7 +56,7 @@ def load(cfg, split="train"):
         return Arrays(image[:, None].astype(np.float32) / 8 - 1, label, classes, split, source)
     path = next((p for p in (Path(source), root / source) if source and os.path.exists(p)), None)
     if path is None:
-        raise BadInput(f"--data {source or repr(source)} does not exist, neither in {os.getcwd()} nor beside "
+        raise BadInput(f"--{key} {source or repr(source)} does not exist, neither in {os.getcwd()} nor beside "
                        "data.py; give a folder of images, a .zip, an .npz, or digits")
     if path.is_dir():
         names = sorted((Path(folder) / name).relative_to(path).as_posix()
@@ -72,7 +71,7 @@ def load(cfg, split="train"):
         return Files(path, sorted(archive.namelist()), read, classes, split)
     if path.suffix == ".npz":
         return load_npz(path, classes, split)
-    raise BadInput(f"--data {source} is neither a folder, a readable .zip, an .npz nor digits")
+    raise BadInput(f"--{key} {source} is neither a folder, a readable .zip, an .npz nor digits")
 
 
 class Arrays:
@@ -178,7 +177,8 @@ def check_labels(label, names, classes, source):
     """-> int64 labels (-1 where there are none), number of classes."""
     if classes == 0 or label is None:
         if classes > 0:
-            raise BadInput(f"--classes {classes}, but {source} has no labels; use --classes 0")
+            raise BadInput(f"{source} has no labels, but the nets are built for {classes} classes; "
+                           f"use --classes 0")
         return np.full(len(names), -1), 0
     if len(label) != len(names):
         raise BadInput(f"{source} has {len(names)} images but {len(label)} labels")

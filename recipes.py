@@ -8,7 +8,7 @@ constant_emas = ("ema:0.9999", "ema_99995:0.99995", "ema_9996:0.9996")
 power_emas = ("ema:power=0.01", "ema_05:power=0.05", "ema_10:power=0.1")
 fastgen_ops = ("scale", "rotate_frac", "brightness", "contrast", "lumaflip", "hue", "saturation")
 rare = dict(save_every=5000, val_every=5000, sample_every=5000, log_every=1000)
-whole = dict(t_start=0.0, t_dist="polynomial", t_min=0.0, t_max=0.0, dm_t_min=0.0, dm_t_max=0.0,
+whole = dict(t_list=(), t_dist="polynomial", t_min=0.0, t_max=0.0, dm_t_min=0.0, dm_t_max=0.0,
              lr_schedule="constant", warmup=0)
 
 presets = {

@@ -36,8 +36,7 @@ config = dict(
     optimizer="adamw",               # adamw, adam, radam
     betas=(0.9, 0.999),              # of the optimizer's two moments
     weight_decay=0.01,               # 0 = off
-    t_start=2.5,                     # noise level of the first step, z alone; 0 = the schedule's last (paper)
-    t_list=(),                       # those of all steps; "" = equally spaced (edm: on the rho 7 grid)
+    t_list=(2.5, 0.8, 0.4),          # noise levels of steps 1, 2, ...; "" = equally spaced (edm: rho 7 grid)
     student_input="simulation",      # of the later steps: simulation (paper), or data (noised data, FastGen)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     t_dist="lognormal",              # noise levels of dsm and GAN; common.t_quantile lists them
@@ -62,7 +61,7 @@ config = dict(
     ema=("ema:power=0.15",),
 )
 
-published = dict(t_start=0.0, t_dist="polynomial", t_min=0.0, t_max=0.0, dm_t_min=0.0, dm_t_max=0.0,
+published = dict(t_list=(), t_dist="polynomial", t_min=0.0, t_max=0.0, dm_t_min=0.0, dm_t_max=0.0,
                  lr_schedule="constant", warmup=0, save_every=5000, val_every=5000, sample_every=5000)
 presets = dict(
     # The paper has no CIFAR-10 recipe: FastGen's settings (FID 1.99 reported). They differ from the paper's:
@@ -89,7 +88,7 @@ def build(cfg):
     teacher.eval().requires_grad_(False)
     nets = dict(student=student.train(), teacher=teacher, fake_score=fake_score.train())
     # values that only step() reads are refused here, before any work
-    common.t_list(student.schedule, cfg["steps"], cfg["t_list"], cfg["t_start"])
+    levels(student, cfg)
     for key, choices in dict(student_input=("simulation", "data"), sampler=("sde", "ode"),
                              gan_loss=("softplus", "hinge"), gan_features=("fake_score", "teacher")).items():
         common.known(f"--{key}", cfg[key], choices)
@@ -180,7 +179,7 @@ def generate(student, batch, it, cfg):
     """x0 of the student at one of its steps (the same one for the whole batch under simulation)."""
     cond, x0 = batch["cond"], batch["x0"]
     x0_of = lambda x, t: common.predict(student, x, t, cond, "x0")                          # noqa: E731
-    ts = common.t_list(student.schedule, cfg["steps"], cfg["t_list"], cfg["t_start"])
+    ts = levels(student, cfg)
     if cfg["steps"] > 1 and cfg["student_input"] == "data":
         k = torch.randint(cfg["steps"], (len(x0),), device=x0.device)
         t = torch.stack([common.t_like(s, x0) for s in ts[:-1]])[k, torch.arange(len(x0), device=x0.device)]
@@ -191,6 +190,10 @@ def generate(student, batch, it, cfg):
     with torch.no_grad():
         x, t = common.rollout(x0_of, noise, ts, student.schedule, cfg["sampler"], k)
     return x0_of(x, t)
+
+
+def levels(net, cfg):
+    return common.t_list(net.schedule, cfg["steps"], cfg["t_list"][:cfg["steps"]])
 
 
 def times(cfg, part=""):
@@ -218,6 +221,6 @@ def sample(net, noise, batch, cfg, steps):
     if steps != cfg["steps"]:
         raise common.BadInput(f"this student was trained for {cfg['steps']} steps, not for --steps {steps}; "
                               f"leave --steps out, or train one with --steps {steps}")
-    ts = common.t_list(net.schedule, steps, cfg["t_list"], cfg["t_start"])
+    ts = levels(net, cfg)
     x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
     return common.few_step(x0_of, noise, ts, net.schedule, cfg["sampler"])

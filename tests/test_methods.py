@@ -298,7 +298,7 @@ def test_dmd2_student_gradient_is_the_closed_form_on_gaussians():
     """E[(F - T) z] = alpha^2 sigma^2 (q^2 - s^2) q / (V_q V_s), V_q = alpha^2 q^2 + sigma^2: 0.254224 at
     alpha 0.8, sigma 0.6, q 0.9, s 0.5. w is the same for every sample if a sample has many elements."""
     t = math.acos(0.8)
-    method, cfg = setup("dmd2", t_start=0.0, t_dist="uniform", dm_t_dist="uniform", dm_t_min=t,
+    method, cfg = setup("dmd2", t_list=(), t_dist="uniform", dm_t_dist="uniform", dm_t_min=t,
                         dm_t_max=t + 1e-9, gan_weight=0.0)
     nets = dict(student=Affine(0.9, schedule="trig"), teacher=Gauss(0.0, 0.5, "trig"),
                 fake_score=Gauss(0.0, 0.9, "trig"))
@@ -349,7 +349,7 @@ def test_dmd2_gan_trains_the_fake_score_only_where_the_features_are_its_own(feat
 @pytest.mark.parametrize("amp", ["", "bf16"])
 @pytest.mark.parametrize("kind", ["simulation", "data"])
 def test_dmd2_multi_step_input_is_the_students_own_or_noised_data(kind, amp):
-    d = dmd2(steps=2, student_input=kind, gan_weight=0.0, t_start=0.0)
+    d = dmd2(steps=2, student_input=kind, gan_weight=0.0, t_list=())
     ts, calls, exits, reached = common.t_list("edm", 2), [], set(), []
     d.nets["student"].register_forward_pre_hook(
         lambda net, args: calls.append((torch.is_grad_enabled(), args[0].detach(), args[1])))
