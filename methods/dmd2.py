@@ -36,7 +36,7 @@ config = dict(
     optimizer="adamw",               # adamw, adam, radam
     betas=(0.9, 0.999),              # of the optimizer's two moments
     weight_decay=0.01,               # 0 = off
-    t_list=(2.5, 0.8, 0.4),          # noise levels of steps 1, 2, ...; "" = equally spaced (edm: rho 7 grid)
+    t_list=(2.5, 0.8, 0.4),          # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
     student_input="simulation",      # of the later steps: simulation (paper), or data (noised data, FastGen)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     t_dist="lognormal",              # noise levels of dsm and GAN; common.t_quantile lists them
