@@ -321,8 +321,8 @@ def train(method, cfg, changed=(), dry_run=False):
             if done == last or (cfg["save_every"] and done % cfg["save_every"] == 0):
                 checkpoint(done)
             look(done)                                   # after the save: what fails here costs nothing
-    except (BadInput, RuntimeError):                    # a RuntimeError: the others may have left
-        if rank == 0 and done not in (None, saved):
+    except Exception:                                   # nothing collective here: the others may have left
+        if rank == 0 and done not in (None, saved, start):  # a first iteration that fails has gained nothing
             with contextlib.suppress(BadInput):         # the first sentence is the one that counts
                 checkpoint(done, None)
                 say(f"{done} iterations are in {ckpt.path(folder / 'checkpoints', done)}", "warning")

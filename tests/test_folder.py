@@ -67,14 +67,15 @@ def test_weights_that_are_not_finite_are_not_saved(outputs):
     assert ckpt.scan(outputs / "sft" / "checkpoints") == []
 
 
-@pytest.mark.parametrize("kind", [common.BadInput, RuntimeError])
-def test_what_is_done_is_saved_before_a_bad_end(outputs, kind):
-    method = around_step(lambda values, nets, it: values if it != 3 else (_ for _ in ()).throw(kind("gone")))
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("kind", [common.BadInput, RuntimeError, KeyError])
+def test_what_is_done_is_saved_before_a_bad_end(outputs, kind, at):
+    method = around_step(lambda values, nets, it: values if it != at else (_ for _ in ()).throw(kind("gone")))
     cfg = config(method, max_iter=6)
     with pytest.raises(kind, match="gone"):
         trainer.train(method, dict(cfg))
     gc.collect()
-    assert ckpt.scan(outputs / "sft" / "checkpoints") == [3]
+    assert ckpt.scan(outputs / "sft" / "checkpoints") == ([at] if at else [])   # a method is being written
     states = [saved(run.run(load("sft"), cfg | dict(name=name)).folder, 6) for name in ("sft", "straight")]
     assert run.differing(*(state["nets"] for state in states)) == []
 
