@@ -131,9 +131,11 @@ def check_settings(method, cfg, nets, world, defaults):
         check(cfg | changes | dict(val_settings=()), world, defaults)
         with torch.device("meta"):
             others = call(method, "build", cfg | changes)
-        if (str(nets) != str(others) or (defaults.keys() & changes) - {"steps", "guidance"} or any(
-                method.phase(it, cfg) != method.phase(it, cfg | changes) for it in range(1000))):
-            raise BadInput(f"--val_settings {label[:-1]} changes nets, data, phases or trainer, not step")
+        was, now = (str(call(method, "optimizers", n, c)) for n, c in ((nets, cfg), (others, cfg | changes)))
+        if (str(nets) != str(others) or was != now or (defaults.keys() & changes) - {"steps", "guidance"}
+                or any(method.phase(it, cfg) != method.phase(it, cfg | changes) for it in range(1000))):
+            raise BadInput(f"--val_settings {label[:-1]} changes nets, optimizers, data, phases "
+                           f"or trainer, not step")
 
 
 def fingerprint(cfg, dataset):

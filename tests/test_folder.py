@@ -198,6 +198,7 @@ def test_what_a_method_file_returns_is_named_if_it_does_not_fit(function, value,
     (dict(gan_weight=0.0, val_settings=("gan_weight=1",)), "--val_settings gan_weight=1 changes nets"),
     (dict(val_settings=("t_dist=foo",)), "foo"), (dict(val_settings=("batch_size=4",)), "=4 changes nets"),
     (dict(val_settings=("update_ratio=0",)), "least 1"), (dict(val_settings=("update_ratio=2",)), "=2 cha"),
+    (dict(val_settings=("lr_fake=5",)), "changes nets, optimizers"),
     (dict(max_iter=3000), r"phase 'other' \(it 1500\) has no optimizer"),
 ])
 def test_bad_input_is_found_before_work(outputs, tmp_path, changes, words):
