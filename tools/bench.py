@@ -177,7 +177,7 @@ class Clocked:
         self.blocks[phase].append(block)
         self.laps = defaultdict(float)
         if done == len(self.plan):
-            raise StopIteration                         # out of the trainer, which would write a checkpoint
+            raise KeyboardInterrupt                     # out of the trainer, which would write a checkpoint
 
 
 # ---- the tables ------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def show(method, cfg, passes):
     clocked = Clocked(method, cfg, passes)
     print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks",
           f"of {cfg['iters']}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}", flush=True)
-    with tempfile.TemporaryDirectory() as root, contextlib.suppress(StopIteration):
+    with tempfile.TemporaryDirectory() as root, contextlib.suppress(KeyboardInterrupt):
         os.environ["FEWSTEP_OUTPUT_ROOT"] = root
         trainer.train(clocked, clocked.cfg)
     for phase, (_, *blocks) in clocked.blocks.items():
