@@ -31,8 +31,7 @@ RETURNS = dict(build=("{name: torch.nn.Module}", torch.nn.Module), init=("{name:
 
 def check(cfg, world, defaults):
     for key, default in defaults.items():               # a method file may change a value, not its type
-        if type(cfg[key]) is not type(default) and (type(cfg[key]), type(default)) != (int, float):
-            raise BadInput(f"{key} = {cfg[key]!r} in the method file is not of the type of {default!r}")
+        like(default, cfg[key], f"{key} = {cfg[key]!r} in the method file")
     for key, choices in CHOICES.items():
         if cfg[key] not in choices:
             raise BadInput(f"--{key} {cfg[key]!r} is not known; choose from {', '.join(map(repr, choices))}")
@@ -180,6 +179,13 @@ def check_folder(method, cfg, folder, state=None, data=None):
         raise BadInput(f"--data {cfg['data']} is not the data {folder} began with, {began['path']} then; "
                        f"--name NEW starts a new run, --resume force continues with the other data")
     return True
+
+
+def like(default, value, what):
+    """The value in the type of a key's default, or BadInput: an int may stand for a float, nothing else."""
+    if type(value) is not type(default) and (type(value), type(default)) != (int, float):
+        raise BadInput(f"{what} is not of the type of {default!r}")
+    return type(default)(value)
 
 
 def parse(key, text, default, where):

@@ -28,7 +28,7 @@ import logs
 import recipes
 import trainer
 from common import BadInput
-from startup import parse
+from startup import like, parse
 
 OPTIONS = ("help", "dry_run", "preset")
 REQUIRED = ("config", "build", "init", "optimizers", "step", "sample")
@@ -69,13 +69,6 @@ def unknown(key, keys, where):
     raise BadInput(f"--{key} is not a config key of {where}; {hint}")
 
 
-def like(default, key, value, where):
-    """The value in the type of the key's default, or BadInput: an int may stand for a float, nothing else."""
-    if type(value) is not type(default) and (type(value), type(default)) != (int, float):
-        raise BadInput(f"{where} has {key} = {value!r}, which is not of the type of {default!r}")
-    return type(default)(value)
-
-
 def resolve(method, argv):
     """(config, {key: value before} of what preset and command line set, {option: value}). Raises BadInput."""
     where = os.path.relpath(method.path) if method.path.is_relative_to(Path.cwd()) else str(method.path)
@@ -86,7 +79,8 @@ def resolve(method, argv):
                            f"str, tuple")
         if key in OPTIONS:
             raise BadInput(f"{where}: --{key} is an option of train.py; give the config key another name")
-        cfg[key] = like(trainer.defaults.get(key, value), key, value, f"{where}: config")
+        cfg[key] = like(trainer.defaults.get(key, value), value,
+                        f"{where}: config has {key} = {value!r}, which")
     base, given, options = dict(cfg), {}, {}
     args = ["--help" if a == "-h" else a for a in argv]
     while args:
@@ -120,7 +114,7 @@ def resolve(method, argv):
         for key, value in presets[name].items():
             if key not in cfg:
                 unknown(key, cfg, f"{where} (preset {name})")
-            cfg[key] = like(cfg[key], key, value, f"{where}: preset {name}")
+            cfg[key] = like(cfg[key], value, f"{where}: preset {name} has {key} = {value!r}, which")
     cfg |= given
     data = Path(os.path.abspath(cfg["data"])).name or "root"        # of "." and ".." too
     cfg["group"] = cfg["group"] or re.sub(r"(?<=.)\.(zip|npz)$", "", data)

@@ -100,6 +100,10 @@ class Syncs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Enough(BaseException):
+    """No error (the trainer saves on those), and no Ctrl-C, which must still end the program."""
+
+
 class Clocked:
     """A method as the trainer sees it, its phases in blocks of `iters` iterations. After each block come as
     many runs of what passes(nets, batch) -> {phase: [(name, times, function)]} lists, and the optimizer."""
@@ -177,7 +181,7 @@ class Clocked:
         self.blocks[phase].append(block)
         self.laps = defaultdict(float)
         if done == len(self.plan):
-            raise KeyboardInterrupt                     # out of the trainer, which would write a checkpoint
+            raise Enough                                # out of the trainer, which would write a checkpoint
 
 
 # ---- the tables ------------------------------------------------------------------------------------------
@@ -191,7 +195,7 @@ def show(method, cfg, passes):
     clocked = Clocked(method, cfg, passes)
     print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks",
           f"of {cfg['iters']}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}", flush=True)
-    with tempfile.TemporaryDirectory() as root, contextlib.suppress(KeyboardInterrupt):
+    with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough):
         os.environ["FEWSTEP_OUTPUT_ROOT"] = root
         trainer.train(clocked, clocked.cfg)
     for phase, (_, *blocks) in clocked.blocks.items():
