@@ -3,11 +3,12 @@
     install()    handlers for SIGUSR1, SIGTERM, SIGINT and SIGHUP (a closed terminal), in the first lines of
                  train.py, before torch is imported (that takes seconds; the default action is death)
     requested()  was this process told to stop: by a signal, by its launcher's death, or by the scheduler
-    agreed()     was any rank told to stop: one MAX all-reduce of one float on the CPU, no device sync
+    agreed()     was any rank told to stop: one small MAX all-reduce on the CPU, no device sync
 
 A scheduler is four functions (init, resume_details, termination_requested, request_resume); `Slurm` and the
 no-op `NoScheduler` are below, another is a class with the same four. Nothing here imports torch on import.
 """
+import atexit
 import contextlib
 import os
 import re
@@ -21,7 +22,8 @@ parent = None        # process id of the launcher, as it was at install()
 
 
 def install():
-    """Set the handlers. A second Ctrl-C kills at once; a second of the others changes nothing."""
+    """Set the handlers. A second Ctrl-C kills at once; a second of the others changes nothing, not even while
+    the interpreter ends, which takes the handlers away first."""
     global parent
 
     def note(number, frame):
@@ -32,6 +34,7 @@ def install():
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:   # nohup means it
             signal.signal(number, note)
+    atexit.register(lambda: [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGUSR1, signal.SIGTERM)])
     parent = os.getppid()
 
 
@@ -58,15 +61,16 @@ def requested():
     return bool(received) or orphaned() or scheduler.termination_requested()
 
 
-def agreed(group, flag):
-    """True on every rank if `flag` is true on any. `group`: a gloo group, or None for one process."""
+def agreed(group, *flags):
+    """[is it true on any rank?] of each flag, alike on every rank. `group`: a gloo group, or None for one
+    process."""
     if group is None:
-        return bool(flag)
+        return [bool(flag) for flag in flags]
     import torch
     import torch.distributed as dist
-    any_rank = torch.tensor([float(flag)])
+    any_rank = torch.tensor([float(flag) for flag in flags])
     dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=group)
-    return bool(any_rank.item())
+    return [flag > 0 for flag in any_rank.tolist()]
 
 
 class NoScheduler:
@@ -89,8 +93,8 @@ class NoScheduler:
 
 class Slurm(NoScheduler):
     """SLURM, from its environment variables. FEWSTEP_REQUEUE=1 lets rank 0 call `scontrol requeue` after a
-    preemption (leave it unset where the batch script does that itself); FEWSTEP_STOP_BEFORE_END_S=N stops
-    N seconds before SLURM_JOB_END_TIME."""
+    preemption (tools/slurm.sbatch sets it; leave it unset where a batch script requeues by itself);
+    FEWSTEP_STOP_BEFORE_END_S=N stops N seconds before SLURM_JOB_END_TIME."""
 
     def init(self):
         self.job = os.environ["SLURM_JOB_ID"]
@@ -104,12 +108,19 @@ class Slurm(NoScheduler):
         return time.time() > self.stop_time
 
     def request_resume(self):
-        if os.environ.get("FEWSTEP_REQUEUE") == "1":
-            try:
-                subprocess.run(["scontrol", "requeue", self.job], check=False)
-            except OSError as e:
-                print(f"WARNING: scontrol cannot be run ({e.strerror}), so FEWSTEP_REQUEUE=1 does nothing; "
-                      f"start job {self.job} again yourself", flush=True)
+        if os.environ.get("FEWSTEP_REQUEUE") != "1":
+            return
+        for number in (signal.SIGUSR1, signal.SIGTERM):     # heard already; SLURM may send more, to every
+            signal.signal(number, signal.SIG_IGN)           # process: scontrol must survive them
+        with contextlib.suppress(OSError):                  # requeue would bring back what scancel has ended
+            if b"COMPLETING" in subprocess.run(["squeue", "-h", "-o", "%T", "-j", self.job],
+                                               stdout=subprocess.PIPE).stdout:
+                return
+        try:
+            subprocess.run(["scontrol", "requeue", self.job], check=False)
+        except OSError as e:
+            print(f"WARNING: scontrol cannot be run ({e.strerror}), so FEWSTEP_REQUEUE=1 does nothing; "
+                  f"start job {self.job} again yourself", flush=True)
 
 
 def seconds(key):
