@@ -1,114 +1,321 @@
-"""Checkpoints: `N.pth`, N = iterations done in exactly seven digits.
+"""Checkpoints: `N.pth`, N = iterations done in exactly seven digits, on a disk or an object store (files.py).
+
+    N.pth                                dict(format=2, it, method, config, counts, skipped, sources, data,
+                                         nets, emas, optims, scaler, shards); the commit record, written last
+    N.{net}_model/rank_00000.pth         with sharded nets beside it: the rows that each rank holds, of nets,
+    N.{ema}_model/  N.{phase}_optim/     averages and optimizers; shards says how many files, and their keys
 
 A file is written under a temporary name, synced, and renamed, so a kill at any moment leaves whole files
 only. The scan accepts seven digits and `.pth`, nothing else. Loading is weights-only (no pickled code runs)
-and checks every byte against the archive's checksums. A *source* names weights for a net, `path[#entry]`: a
-run folder (its newest checkpoint), a checkpoint, or a plain weights file; the entry is a net or an EMA in it.
-
-    dict(format=1, it, method, config, counts, skipped, sources, nets, emas, optims, scaler)
+and checks every byte against the archive's checksums; a stamp tells files of one save from another's. Why not
+torch.distributed.checkpoint: its metadata is a pickle, nothing notices a flipped byte, and a save in the
+background runs collectives of its own. A *source* names weights for a net, `path[#entry]`: a run folder (its
+newest checkpoint), a checkpoint, or a plain weights file; the entry is a net or an EMA in it.
 """
 import contextlib
 import os
 import re
+import secrets
+import threading
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-import common
-from common import BadInput
+import files
+import shard
+from common import BadInput, everyone, from_rank0, on_rank0
 
 ROOT = Path(__file__).resolve().parent
-FORMAT = 1
+FORMAT = 2
+KINDS = dict(nets="model", emas="model", optims="optim")
 
 
 def path(folder, it):
-    return Path(folder) / f"{it:07d}.pth"
+    return folder / f"{it:07d}.pth"
 
 
 def scan(folder):
     """Iterations that have a checkpoint in `folder`, ascending; [] if there are none."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted(int(n[:7]) for n in names if re.fullmatch(r"[0-9]{7}\.pth", n))
+    return sorted(int(n[:7]) for n in files.names(folder) if re.fullmatch(r"[0-9]{7}\.pth", n))
 
 
-def write(file, save):
-    """Call save(temporary name), sync it, and put it in place of `file` in one step. Raises BadInput that
-    names the file if that fails; what was there before stays."""
-    file = Path(file)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+def unfinished(folder):
+    """Iterations that have shards but no N.pth, ascending: what a killed save leaves."""
+    found = {int(n[:7]) for n in files.names(folder) if re.fullmatch(r"[0-9]{7}\.\w+_(model|optim)", n)}
+    return sorted(found - set(scan(folder)))
+
+
+# ---- shards ------------------------------------------------------------------------------------------------
+
+class Shards(Mapping):
+    """{key: whole tensor} of one folder of rank files and, in `plain`, of the record. Reads what is asked."""
+
+    def __init__(self, plain, folder, index, count, stamp):
+        self.plain, self.folder, self.index, self.count, self.stamp = plain, folder, index, count, stamp
+        self.opened = {}
+
+    def file(self, at):
+        """The rows of rank `at`, {key: tensor}. Raises BadInput if they are missing, damaged, or another
+        save's."""
+        if at not in self.opened:
+            file = self.folder / f"rank_{at:05d}.pth"
+            content = load(file)
+            if content.get("stamp") != self.stamp or set(content.get("rows", ())) != set(self.index):
+                raise BadInput(f"{file} is not of the same save as {self.folder.name[:7]}.pth")
+            self.opened[at] = content["rows"]
+        return self.opened[at]
+
+    def rows(self, key, first, end):
+        """Rows [first, end) of a tensor. torch.chunk's division."""
+        each = -(-self.index[key][0][0] // self.count)
+        parts = [self.file(at)[key][max(first - at * each, 0):end - at * each]
+                 for at in range(first // each, -(-end // each))]
+        return torch.cat(parts) if parts else self.file(0)[key][:0]
+
+    def __getitem__(self, key):
+        return self.rows(key, 0, self.index[key][0][0]) if key in self.index else self.plain[key]
+
+    def __iter__(self):
+        yield from self.index
+        yield from self.plain
+
+    def __len__(self):
+        return len(self.index) + len(self.plain)
+
+    def __getstate__(self):                             # to the other ranks, which open files themselves
+        return vars(self) | dict(opened={}, plain=meta(self.plain))
+
+
+def spec(held, key):
+    """The shape and type of an entry, as a tensor that may be on the meta device; nothing is read."""
+    if key in getattr(held, "index", ()):
+        shape, dtype = held.index[key]
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return held[key]
+
+
+def meta(content):
+    """A nested dict without the values of its tensors (numbers stay)."""
+    if isinstance(content, dict):
+        return {k: meta(v) for k, v in content.items()}
+    return content.to("meta") if torch.is_tensor(content) and content.dim() else content
+
+
+def shared(content, group):
+    """Rank 0's nested dict on every rank; on the others its tensors are shape and type (see fill.spread)."""
+    theirs = from_rank0(meta(content), group)
+    return theirs if content is None else content
+
+
+def split(content, count=0, stamp=""):
+    """(record for N.pth, {folder: {key: this rank's rows}}), with `count` files to a folder."""
+    record, parts, index = dict(content), {}, {}
+    for kind, end in KINDS.items():
+        record[kind] = {}
+        for name, held in content[kind].items():
+            rows = {k: v for k, v in held.items() if shard.sharded(v)}
+            record[kind][name] = {k: v for k, v in held.items() if k not in rows}
+            if rows:
+                parts[f"{name}_{end}"] = {k: shard.local(v) for k, v in rows.items()}
+                index[f"{name}_{end}"] = {k: (tuple(v.shape), v.dtype) for k, v in rows.items()}
+    record["shards"] = dict(index=index, count=count, stamp=stamp)
+    return record, parts
+
+
+def whole(state, file):
+    """The record as it was before `split`: shards in their places."""
+    shards = state["shards"]
+    for kind, end in KINDS.items():
+        for name, plain in state[kind].items():
+            part = f"{name}_{end}"
+            if part in shards["index"]:
+                state[kind][name] = Shards(plain, file.parent / f"{state['it']:07d}.{part}",
+                                           shards["index"][part], shards["count"], shards["stamp"])
+    return state
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+def save(file, content):
+    """Write one file, with one retry (network file systems hiccup; a full disk may have been cleared)."""
     try:
-        save(temporary)
-        with open(temporary, "rb") as f:
-            os.fsync(f.fileno())
-        os.replace(temporary, file)
-        folder = os.open(file.parent, os.O_RDONLY)      # the new name itself must survive a power cut
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as e:
-        raise BadInput(f"could not write {file} ({e.strerror or e}); what was there before is "
-                       f"untouched, free some space and start again to continue") from e
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def save(file, state):
-    """Write a checkpoint, with one retry (network file systems hiccup; a full disk may have been cleared)."""
-    def put(temporary):
-        with open(temporary, "wb") as f:                # given a path, torch hides the reason (no space left)
-            torch.save(state, f)
-
-    try:
-        write(file, put)
+        files.write(file, lambda f: torch.save(content, f))
     except BadInput:
-        write(file, put)
+        files.write(file, lambda f: torch.save(content, f))
 
 
 def prune(folder, keep_last, done):
     """Delete all but the newest `keep_last` checkpoints up to `done`, the one just written (later ones are
-    damaged, else the run would be past them); 0 keeps all."""
-    for it in [n for n in scan(folder) if n <= done][:-keep_last] if keep_last else []:
-        path(folder, it).unlink(missing_ok=True)
+    damaged, else the run would be past them), and what unfinished saves before it left; 0 keeps all."""
+    if keep_last:
+        kept = [n for n in scan(folder) if n <= done][-keep_last:]
+        old = [n for n in files.names(folder) if re.match(r"[0-9]{7}\.", n) and int(n[:7]) <= done
+               and int(n[:7]) not in kept]
+        for name in sorted(old, key=lambda n: not n.endswith(".pth")):      # the record goes first
+            files.remove(folder / name)
 
 
-def load(file):
-    """The dict in a `.pth` or `.safetensors` file, on the CPU. Raises BadInput if it is truncated, damaged or
-    not weights."""
+class Saver:
+    """Writes the checkpoints of a run; every rank calls its methods alike, in the same iterations. In the
+    background: what is saved is first copied to host memory, then written by a thread, without collectives;
+    `finish` commits it, in the next `save` or once no rank is `busy` any more."""
+
+    def __init__(self, folder, keep_last, background, rank, gloo, mesh, say):
+        self.folder, self.keep_last, self.background, self.say = folder, keep_last, background, say
+        self.rank, self.gloo, self.at, self.count, self.writes = rank, gloo, 0, 0, rank == 0
+        if mesh is not None:
+            *replica, self.at = mesh.get_coordinate()
+            self.count, self.writes = mesh.size(mesh.ndim - 1), sum(replica) == 0   # replicas write once
+        self.it = self.thread = self.record = self.error = None
+
+    def save(self, it, content, wait=False):
+        """content(): the state dict, with this rank's rows of sharded tensors. BadInput on every rank if any
+        could not write."""
+        self.finish()
+        self.it, parts, background = it, {}, self.background and not wait
+        stamp = from_rank0(secrets.token_hex(4), self.gloo) if self.count else ""
+        try:
+            if self.count or self.rank == 0:
+                self.record, parts = split(content(), self.count, stamp)
+            if background:
+                self.record, parts = snapshot(self.record), snapshot(parts)
+        except BadInput as e:
+            self.error = str(e)
+        if background:
+            self.thread = threading.Thread(target=self.write, args=(parts,), name="save")
+            self.thread.start()
+        else:
+            self.write(parts)
+            self.finish()
+
+    def write(self, parts):
+        """This rank's files; of replicas the whole checkpoint."""
+        try:
+            if self.error is None and self.writes:
+                for part, rows in parts.items():
+                    folder = self.folder / f"{self.it:07d}.{part}"
+                    files.make(folder)
+                    stamp = self.record["shards"]["stamp"]
+                    save(folder / f"rank_{self.at:05d}.pth", dict(stamp=stamp, rows=rows))
+                if not self.count:
+                    save(path(self.folder, self.it), self.record)
+        except Exception as e:
+            self.error = str(e) if isinstance(e, BadInput) else f"{path(self.folder, self.it)}: {e!r}"
+
+    def pending(self):
+        return self.it is not None
+
+    def busy(self):
+        return self.thread is not None and self.thread.is_alive()
+
+    def finish(self):
+        """Wait for what is being written, and commit it."""
+        if self.pending():
+            if self.thread is not None:
+                self.thread.join()
+            error = next(filter(None, everyone(self.error, self.gloo)), None)
+            record, it, self.it, self.thread, self.record, self.error = self.record, self.it, *[None] * 4
+            if error:
+                raise BadInput(error)
+            on_rank0(lambda: self.commit(it, record), self.gloo)
+
+    def commit(self, it, record):
+        if self.count:
+            save(path(self.folder, it), record)
+        try:
+            prune(self.folder, self.keep_last, it)
+        except BadInput as e:                           # what is there too much can wait
+            self.say(f"WARNING: {e}")
+
+    def alone(self, it, content):
+        """Write a checkpoint without the other ranks, which may be gone: of replicas, on rank 0."""
+        if self.thread is not None:
+            self.thread.join()
+        save(path(self.folder, it), split(content)[0])
+
+
+def snapshot(content):
+    """A nested dict with its tensors copied to host memory."""
+    if isinstance(content, dict):
+        return {k: snapshot(v) for k, v in content.items()}
+    return content.detach().to("cpu", copy=True) if torch.is_tensor(content) else content
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+whole_files = set()      # (name, size, time) of archives whose every byte has been checked by this process
+
+
+def load(file, name=None):
+    """The dict in a `.pth` or `.safetensors` file, on the CPU; a big file is mapped rather than read. Raises
+    BadInput, which calls it `name`, if it is truncated, damaged or not weights."""
+    name = name or file
     try:
-        if Path(file).suffix == ".safetensors":
-            from safetensors.torch import load_file
-            return load_file(file)
-        with zipfile.ZipFile(file) as z:
-            damaged = z.testzip()                     # torch.load itself would load a flipped byte in silence
-        if damaged:
-            raise BadInput(f"{file} is damaged (wrong checksum in {damaged}); use another copy of it")
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with files.fetch(file) as here:
+            if here.suffix == ".safetensors":
+                from safetensors.torch import load_file
+                return load_file(here)
+            stat = here.stat()
+            key, damaged = (str(here), stat.st_size, stat.st_mtime_ns), None
+            if key not in whole_files:
+                with zipfile.ZipFile(here) as z:
+                    damaged = z.testzip()             # torch.load itself would load a flipped byte in silence
+            if damaged:
+                raise BadInput(f"{name} is damaged (wrong checksum in {damaged}); use another copy of it")
+            whole_files.add(key)
+            big = stat.st_size > 2 ** 28              # mapped: not all in memory, but nobody may write there
+            content = torch.load(str(here), map_location="cpu", weights_only=True, mmap=big)
         if not isinstance(content, dict):
-            raise BadInput(f"{file} holds a {type(content).__name__}, no dict of weights by name")
+            raise BadInput(f"{name} holds a {type(content).__name__}, no dict of weights by name")
         return content
     except FileNotFoundError:
-        raise BadInput(f"{file} does not exist") from None
+        raise BadInput(f"{name} does not exist") from None
     except BadInput:
         raise
     except Exception as e:                              # truncated archives raise half a dozen types
-        raise BadInput(f"{file} cannot be read as weights ({str(e).splitlines()[0]}); "
+        raise BadInput(f"{name} cannot be read as weights ({str(e).splitlines()[0]}); "
                        f"is it whole, and a .pth or .safetensors file of tensors?") from e
 
 
-def newest(folder, say):
-    """(it, state) of the newest readable checkpoint, or (None, None); `say` names each unreadable one."""
-    for it in reversed(scan(folder)):
+def load_checkpoint(file):
+    """A training checkpoint, its shards as mappings that read when asked."""
+    state = load(file)
+    if state.get("format") != FORMAT or not isinstance(state.get("it"), int):
+        raise BadInput(f"{file} is no training checkpoint of this version")
+    return whole(state, file)
+
+
+def newest(folder, say, group=None):
+    """(it, state) of the newest checkpoint that is whole, or (None, None); `say` names each that is not.
+    Every rank of the gloo group calls it; rank 0 has the tensors of N.pth, every rank those of shards."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
+    for it in from_rank0(sorted(scan(folder), reverse=True) if rank == 0 else None, group):
+        state = error = None
         try:
-            state = load(path(folder, it))
-            if state.get("format") != FORMAT or state.get("it") != it:
-                raise BadInput(f"{path(folder, it)} is no training checkpoint of this version and iteration")
-            return it, state
+            if rank == 0:
+                state = load_checkpoint(path(folder, it))
+                if state["it"] != it:
+                    raise BadInput(f"{path(folder, it)} is that of iteration {state['it']}, renamed")
         except BadInput as e:
-            say(f"WARNING: {e}; falling back to the checkpoint before it")
+            error = str(e)
+        error = from_rank0(error, group)
+        if error is None:
+            state = shared(state, group)
+            try:
+                for held in (h for kind in KINDS for h in state[kind].values() if isinstance(h, Shards)):
+                    for at in range(rank, held.count, ranks):
+                        held.file(at)
+            except BadInput as e:
+                error = str(e)
+            error = next(filter(None, everyone(error, group)), None)
+        if error is None:
+            return it, state
+        say(f"WARNING: {error}; falling back to the checkpoint before it")
     return None, None
 
 
@@ -116,17 +323,21 @@ def newest(folder, say):
 
 def find(name):
     """`name` in the working directory, else beside this file (so `assets/...` works from anywhere)."""
+    if "://" in name:
+        file = files.place(name)
+        return file if files.exists(file) else None
     for p in (Path(name).expanduser(), ROOT / name):
         if os.path.exists(p):                           # p.exists() raises where a name is too long
             return p.resolve()
     return None
 
 
-def checksum(file):
-    """Of a file's content: from the checksums in a .pth archive's directory, else of all bytes."""
-    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as z:
-        return zlib.crc32(repr([(i.CRC, i.file_size) for i in z.infolist()]).encode())
-    return file.stat().st_size and zlib.crc32(np.memmap(file, mode="r"))
+def pin(here):
+    """dict(size, crc) of a local file: of the checksums in a .pth archive's directory, else of all bytes."""
+    size = here.stat().st_size
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(here) as z:
+        return dict(size=size, crc=zlib.crc32(repr([(i.CRC, i.file_size) for i in z.infolist()]).encode()))
+    return dict(size=size, crc=size and zlib.crc32(np.memmap(here, mode="r")))
 
 
 def resolve(source, hint=""):
@@ -137,8 +348,9 @@ def resolve(source, hint=""):
     if file is None:
         raise BadInput(f"{name or repr(source)} does not exist{'; ' + hint if hint else ''}")
     it = -1
-    if file.is_dir():
-        folder = file / "checkpoints" if (file / "checkpoints").is_dir() else file
+    entries = files.names(file)
+    if entries or (isinstance(file, Path) and file.is_dir()):
+        folder = file / "checkpoints" if "checkpoints" in entries else file
         it, _ = newest(folder, lambda text: print(text, flush=True))
         if it is None:
             raise BadInput(f"{name} holds no checkpoints{' that can be read' if scan(folder) else ''}"
@@ -146,74 +358,34 @@ def resolve(source, hint=""):
         file = path(folder, it)
     elif re.fullmatch(r"[0-9]{7}\.pth", file.name):
         it = int(file.stem)
-    inside = file.is_relative_to(ROOT / "assets")
-    return dict(file=str(file.relative_to(ROOT) if inside else file), entry=entry, it=it,
-                size=file.stat().st_size, crc=checksum(file))
+    inside = isinstance(file, Path) and file.is_relative_to(ROOT / "assets")
+    with files.fetch(file) as here:
+        return dict(file=str(file.relative_to(ROOT) if inside else file), entry=entry, it=it, **pin(here))
 
 
 def read(source):
-    """State dict of a resolved source. Entry "" means the student of a checkpoint, or a plain file's only
-    content. Raises BadInput if the file is gone or another one than when it was resolved."""
-    file = find(source["file"])
-    if not (file and file.stat().st_size == source["size"] and source.get("crc") in (None, checksum(file))):
+    """Tensors by name of a resolved source. Entry "" means the student of a checkpoint, or a plain file's
+    only content. Raises BadInput if the file is gone or another one than when it was resolved."""
+    file, content = find(source["file"]), None
+    if file is not None:
+        with files.fetch(file) as here:                 # of a URL: one copy for both
+            if pin(here) == {k: source[k] for k in ("size", "crc")}:
+                content = load(here, file)
+    if content is None:
         raise BadInput(f"{source['file']} is {'gone' if file is None else 'not the file it was'} since this "
                        f"run began ({source['size']} bytes then); put it back, or start anew with --name NEW")
-    entry, content = source["entry"], load(file)
+    entry = source["entry"]
     if content.get("format") == FORMAT and "nets" in content:
+        content = whole(content, file)
         content = content["nets"] | content["emas"]
         entry = entry or "student"
     elif entry == "" and all(torch.is_tensor(v) for v in content.values()):
         content = {"": content}
-    if not isinstance(content.get(entry), dict):
+    held = content.get(entry)
+    if not isinstance(held, (dict, Shards)):
         entries = ", ".join(str(k) for k, v in content.items() if isinstance(v, dict)) or "plain weights"
         raise BadInput(f"{source['file']} has no entry {entry or '(none given)'}; it has {entries}: write "
                        f"the source as path#entry")
-    if not all(isinstance(k, str) and torch.is_tensor(v) for k, v in content[entry].items()):
+    if isinstance(held, dict) and not all(isinstance(k, str) and torch.is_tensor(v) for k, v in held.items()):
         raise BadInput(f"{source['file']}#{entry} holds something else than tensors by name, so no weights")
-    return content[entry]
-
-
-# ---- filling nets ------------------------------------------------------------------------------------------
-
-def materialise(net, name, seed, given=()):
-    """Give a net built on the meta device its storage on the CPU and draw what is not in `given` (keys of a
-    state dict about to be loaded): module by module, each from the default generator seeded by (seed, name,
-    module), so the result depends on nothing else. Buffers in no checkpoint are rebuilt on the way."""
-    if any(p.is_meta for p in [*net.parameters(), *net.buffers()]):
-        net.to_empty(device="cpu")
-    given = set(given)
-    for module_name, module in net.named_modules():
-        prefix = module_name + "." if module_name else ""
-        keys = {prefix + k for k, _ in module.named_parameters(recurse=False)}
-        keys |= {prefix + k for k, _ in module.named_buffers(recurse=False)}
-        if keys <= given:                               # nothing here, or all of it is loaded
-            continue
-        if not hasattr(module, "reset_parameters"):
-            raise BadInput(f"{type(module).__name__} ({name}.{module_name}) owns {sorted(keys)[0]} but has "
-                           f"no reset_parameters(); give it one that fills its parameters and buffers")
-        common.seed_default(common.hash_seed(seed, name, module_name))
-        module.reset_parameters()
-
-
-def adapted(net, state):
-    """A source's tensors in the net's own shapes, without the keys the net knowingly drops."""
-    adapt = getattr(net, "adapt", lambda key, tensor: tensor)
-    pairs = ((k, adapt(k, v)) for k, v in state.items())
-    return {k: v for k, v in pairs if v is not None}
-
-
-def fill(net, state, what, keys=None, optional=()):
-    """Copy `state` into the net. `keys`: the keys it must hold (default: all of the net's); those under a
-    prefix in `optional` may be absent. All else missing, unknown or misshapen is a BadInput naming `what`."""
-    own = net.state_dict()
-    keys = set(own if keys is None else keys)
-    missing = sorted(k for k in keys - set(state) if not k.startswith(tuple(optional) or ("\0",)))
-    unknown = sorted(set(state) - keys)
-    shapes = [f"{k} {tuple(v.shape)} for {tuple(own[k].shape)}" for k, v in state.items()
-              if k in keys and v.shape != own[k].shape]
-    problems = [f"{len(p)} {kind} ({', '.join(p[:3])}{', ...' if len(p) > 3 else ''})"
-                for kind, p in (("missing", missing), ("unknown", unknown), ("misshapen", shapes)) if p]
-    if problems:
-        raise BadInput(f"weights of {what} do not fit the net: {'; '.join(problems)}; is --net the one they "
-                       f"were made with? --name NEW starts a new run")
-    net.load_state_dict(state, strict=False)
+    return held

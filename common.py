@@ -463,6 +463,28 @@ def from_rank0(value, group):
     return box[0]
 
 
+def everyone(value, group):
+    """[value of every rank] of a gloo group, or [value] where that is None."""
+    values = [value] if group is None else [None] * torch.distributed.get_world_size(group)
+    if group is not None:
+        torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def on_rank0(f, group):
+    """f() on rank 0, None on the others; a BadInput there is raised on every rank."""
+    value = error = None
+    if group is None or torch.distributed.get_rank() == 0:
+        try:
+            value = f()
+        except BadInput as e:
+            error = str(e)
+    error = from_rank0(error, group)
+    if error is not None:
+        raise BadInput(error)
+    return value
+
+
 def hash_seed(*keys):
     """A 63-bit seed from ints and strings, unrelated for different keys (seed + it + rank would collide)."""
     words = [len(keys)]  # SeedSequence drops trailing zeros: length and fixed width tell (5,) from (5, 0)

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 import ckpt
 import data
+import files
 import sample
 import train
 import trainer
@@ -183,7 +184,7 @@ def main(argv):
         raise BadInput(f"--seeds {args.seeds} and --batch {args.batch} must be at least 1, --samples "
                        f"{args.samples} from 2 to 1500")
     say = print if rank == 0 else lambda text: None
-    its = ckpt.scan(Path(args.run) / "checkpoints") if args.all else []
+    its = ckpt.scan(files.place(args.run) / "checkpoints") if args.all else []
     judge, constant, run = Judge(args.seeds) if rank == 0 else None, {}, None
     for it in its or [args.ckpt]:
         try:
@@ -224,10 +225,10 @@ def main(argv):
                 classifier=dict(file=f"assets/{CLASSIFIER.name}", sha256=file_hash(CLASSIFIER)),
                 sources=run.state["sources"], results=rows, real=judge.real), indent=1)
             file = run.folder / "eval" / f"{run.it:07d}.json"
-            old = json.loads(file.read_text())["results"][0] if file.exists() else rows[0]
+            old = json.loads(files.read(file) or json.dumps(dict(results=rows)))["results"][0]
             if old["samples"] * len(old["seeds"]) > args.samples * args.seeds:      # keep the better score
                 file = file.with_stem(f"{file.stem}_{args.samples}x{args.seeds}")
-            ckpt.write(file, lambda f: f.write_text(text + "\n"))
+            files.write(file, lambda f: f.write(f"{text}\n".encode()))
             print(table(run, rows, judge.real), flush=True)
     trainer.close(dist.group.WORLD if world > 1 else None)
 

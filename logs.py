@@ -6,21 +6,14 @@ import os
 import resource
 import secrets
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-import ckpt
 import common
+import files
 from nets import encoders
-
-
-def everyone(value, gloo):
-    """[value of every rank] of a gloo group, or [value] where that is None."""
-    values = [value] if gloo is None else [None] * dist.get_world_size(gloo)
-    if gloo is not None:
-        dist.all_gather_object(values, value, group=gloo)
-    return values
 
 
 class Meter:
@@ -38,7 +31,7 @@ class Meter:
 
     def flush(self):
         """{key: mean}; keys of the student's turns (from `loss` on) come first, whoever's turn was first."""
-        keys, *others = everyone(list(self.sums), self.gloo)
+        keys, *others = common.everyone(list(self.sums), self.gloo)
         apart = set().union(keys, *others) - set(keys).intersection(*others)
         if apart:
             raise common.BadInput(f"step() logs {', '.join(sorted(apart))} on some ranks only; log it on all")
@@ -61,27 +54,35 @@ class Meter:
 
 
 class Recorder:
-    """metrics.jsonl (and wandb): one line per call, written by rank 0."""
+    """metrics.jsonl (and wandb): one line per call, written by rank 0. Objects of a store cannot grow: there
+    the whole file is written with every line, so that a kill loses no more of it than on a disk: nothing."""
 
     def __init__(self, folder, wandb, rank, gloo, say):
         self.file, self.wandb, self.say = folder / "metrics.jsonl", wandb, say
         self.rank, self.gloo = rank, gloo
+        self.lines = (files.read(self.file) or b"").decode().splitlines(True) if rank == 0 else []
 
     def __call__(self, it, values):
         if self.rank == 0:
+            self.lines.append(json.dumps(dict(it=it) | values) + "\n")
             try:
-                with open(self.file, "a") as f:
-                    f.write(json.dumps(dict(it=it) | values) + "\n")
+                if isinstance(self.file, Path):
+                    with open(self.file, "a") as f:
+                        f.write(self.lines[-1])
+                else:
+                    files.write(self.file, lambda f: f.write("".join(self.lines).encode()))
             except OSError as e:                        # a full disk ends a run at its next checkpoint
                 self.say(f"WARNING: could not write {self.file} ({e.strerror})", "warning")
+            except common.BadInput as e:                # so does a store that is gone
+                self.say(f"WARNING: {e}", "warning")
             if self.wandb:
-                self.wandb.log(values, step=it)
+                self.wandb.log(values, it)
 
     def has(self, it, prefix):
         """True on every rank if a line of `it` has a key with that prefix."""
         there = False
         if self.rank == 0:
-            entries = map(json.loads, self.file.read_text().splitlines())
+            entries = map(json.loads, self.lines)
             there = any(e["it"] == it and any(k.startswith(prefix) for k in e) for e in entries)
         return common.from_rank0(there, self.gloo)
 
@@ -116,7 +117,7 @@ class Printer:
 
 def log_line(done, total, values):
     """it 001200/010000 | loss 0.4 dm 0.4 | dsm 0.08 | norm 0.83 | lr 1.0e-05 | 412 ms/it | ... | eta 1h02m"""
-    meta = ("ms_per_it", "img_per_s", "mem_gb", "eta_s", "data_ms")
+    meta = ("ms_per_it", "img_per_s", "mem_gb", "reserved_gb", "gpu_util", "eta_s", "data_ms")
     width = max(6, len(str(total)))
     groups = [[k for k in values if k not in meta and not k.startswith(("norm", "lr", "skipped", "scale"))],
               [k for k in values if k.startswith(("norm", "skipped", "scale"))],
@@ -127,7 +128,8 @@ def log_line(done, total, values):
     eta = f"{m // 60}h{m % 60:02d}m" if m >= 60 else f"{m}m{s:02d}s"
     return " | ".join([f"it {done:0{width}d}/{total:0{width}d}", *parts, f"{values['ms_per_it']:.0f} ms/it",
                        f"data {values.get('data_ms', 0):.1f} ms", f"{values['img_per_s']:.0f} img/s",
-                       f"{values['mem_gb']:.1f} GB", f"eta {eta}"])
+                       f"{values['mem_gb']:.1f} GB",
+                       *([f"gpu {values['gpu_util']:.0f} %"] if "gpu_util" in values else []), f"eta {eta}"])
 
 
 def memory_gb(device):
@@ -143,7 +145,7 @@ def save_png(picture, file, about={}):
     info = PngInfo()
     for key, value in about.items():
         info.add_text(key, str(value))
-    ckpt.write(file, lambda f: picture.save(f, format="PNG", pnginfo=info))
+    files.write(file, lambda f: picture.save(f, format="PNG", pnginfo=info))
 
 
 def save_grid(images, file, columns, about={}, pad=1):
@@ -218,6 +220,31 @@ def show_plan(method, cfg, changed, nets, trainable, world, folder):
         f"EMA; activations come on top", f"output {folder}"]))
 
 
+class Wandb:
+    """A wandb run. An error there (its own process had a SIGTERM, too) is said and ends the reporting."""
+
+    def __init__(self, module, say):
+        self.module, self.say = module, say
+
+    def log(self, values, it):
+        self.guarded(lambda: self.module.log(values, step=it))
+
+    def picture(self, file, it):
+        with files.fetch(file) as here:
+            self.guarded(lambda: self.module.log({"samples": self.module.Image(str(here))}, step=it))
+
+    def finish(self):
+        self.guarded(lambda: self.module.finish())
+
+    def guarded(self, call):
+        try:
+            if self.module:
+                call()
+        except Exception as e:
+            self.module = None
+            self.say(f"WARNING: wandb ends here ({type(e).__name__}: {e}); metrics.jsonl goes on", "warning")
+
+
 def start_wandb(cfg, folder, say):
     """A wandb run that continues under its old id, or None with one line why. Never prompts."""
     mode = cfg["wandb"] or os.environ.get("WANDB_MODE", "")
@@ -233,12 +260,12 @@ def start_wandb(cfg, folder, say):
     try:
         import wandb
         id_file = folder / "wandb_id.txt"
-        run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
+        run_id = (files.read(id_file) or b"").decode().strip() or secrets.token_hex(4)
+        local = str(folder) if isinstance(folder, Path) else None       # None = $WANDB_DIR, or where we are
         wandb.init(project=cfg["project"], group=cfg["group"], name=cfg["name"], id=run_id, resume="allow",
-                   mode=mode, dir=str(folder), config=cfg,
-                   settings=wandb.Settings(silent=True, init_timeout=30))
-        id_file.write_text(run_id + "\n")
-        return wandb
+                   mode=mode, dir=local, config=cfg, settings=wandb.Settings(silent=True, init_timeout=30))
+        files.write(id_file, lambda f: f.write(f"{run_id}\n".encode()))
+        return Wandb(wandb, say)
     except Exception as e:                             # missing package, no network: training goes on without
         say(f"wandb disabled: {str(e).splitlines()[0] if str(e) else type(e).__name__} (pip install wandb, "
             f"or --wandb offline)", "warning")

@@ -12,7 +12,6 @@ import argparse
 import copy
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -21,6 +20,9 @@ import torch.distributed as dist
 import ckpt
 import common
 import data
+import files
+import fill
+import judge
 import logs
 import startup
 import train
@@ -41,20 +43,22 @@ class Config(dict):
 def load_run(folder, it=None, guidance=None, say=print):
     """A run at checkpoint `it` (None = the newest that can be read): folder, it, state (the checkpoint), cfg,
     guidance (None = cfg's), method, nets (on meta), students and names (of all that can sample)."""
-    folder = Path(folder)
+    folder = files.place(folder)
     its = ckpt.scan(folder / "checkpoints")
     if not its:
         raise BadInput(f"{folder} holds no checkpoints; give a run folder, as outputs/fewstep/digits/dmd2")
     if it is None:
         it, state = ckpt.newest(folder / "checkpoints", say)
     elif it in its:
-        state = ckpt.load(ckpt.path(folder / "checkpoints", it))
+        state = ckpt.load_checkpoint(ckpt.path(folder / "checkpoints", it))
     else:
         near = min(its, key=lambda n: abs(n - it))
         raise BadInput(f"{folder} has no checkpoint {it}; the nearest is {near}, the newest {its[-1]}")
-    if state is None or state.get("format") != ckpt.FORMAT:
+    if state is None:
         raise BadInput(f"{folder} has no training checkpoint of this version that can be read")
-    cfg, method = Config(state["config"]), train.load_method(folder / "method.py")
+    cfg = Config(state["config"])
+    with files.fetch(folder / "method.py") as here:
+        method = train.load_method(here)
     if guidance is not None:
         cfg["guidance"] = common.number("--guidance", guidance)
     with torch.device("meta"):
@@ -86,8 +90,11 @@ def load_net(run, name, device):
         source = inits[source]
         needed[source] = nets[source]
     trainable = {n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in needed.items()}
-    startup.fill(needed, inits, run.state["sources"], dict(nets=weights), trainable, run.cfg)
-    return nets[own].to(device).eval().requires_grad_(False)
+    filled = {name: copy.deepcopy(net).to_empty(device="cpu") for name, net in needed.items()}
+    state = dict(nets=weights)
+    sources = {s: ckpt.read(run.state["sources"][s]) for s in fill.needed(needed, inits, state)}
+    fill.fill(filled, needed, inits, sources, state, trainable, run.cfg, "cpu")
+    return filled[own].to(device).eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -102,7 +109,7 @@ def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=
     run.cfg.read = frozenset()
     for start in range(rank * batch, len(ids), world * batch):
         i, c = ids[start:start + batch], labels[start:start + batch]
-        x0 = trainer.draw_samples(sampler, net, run.cfg, i, c, steps, seed, device)
+        x0 = judge.draw_samples(sampler, net, run.cfg, i, c, steps, seed, device)
         if run.guidance is not None and "guidance" not in run.cfg.read:
             raise BadInput(f"--guidance {run.guidance:g} changes nothing for {name}: the sampler of "
                            f"{run.state['method']} does not use it; leave it out, or give --net teacher")
@@ -155,8 +162,8 @@ def main(argv):
     parser.add_argument("--classes", default="all", help="0,1,2 or 0-9 or all (default)")
     parser.add_argument("--seeds", default="0-79", help="samples to draw, 0-79 (default) or 0,5,7")
     parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = none (default: the run's)")
-    parser.add_argument("--out", type=Path, help="a .png for one sheet (default: in the run's samples/), "
-                                                 "or a folder for one PNG per sample, named by its seed")
+    parser.add_argument("--out", help="a .png for one sheet (default: in the run's samples/), or a folder "
+                                      "for one PNG per sample, named by its seed")
     parser.add_argument("--batch", type=int, default=64, help="samples drawn at once (default 64)")
     parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the best there is)")
     args = parser.parse_args(argv)
@@ -173,7 +180,7 @@ def main(argv):
     classes = numbers("--classes", args.classes.replace("all", f"0-{many - 1}"), many) if many else [-1]
     ids = numbers("--seeds", args.seeds, 10_000_000)                        # names have seven digits
     labels = torch.tensor([classes[i % len(classes)] for i in ids])
-    out = args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}.png"
+    out = files.place(args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}.png")
     one_sheet = out.suffix.lower() == ".png"
     if not one_sheet and out.suffix.lower() in data.suffixes:
         raise BadInput(f"--out {out}: samples are written as PNG; give a .png, or a folder")

@@ -19,9 +19,10 @@ import torch
 
 import ckpt
 import common
+import files
 from common import BadInput, from_rank0
 
-CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp",), resume=("auto", "force", ""),
+CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp", "fsdp"), resume=("auto", "force", ""),
                wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"),
                device=("", "cuda", "mps", "cpu"))
 RETURNS = dict(build=("{name: torch.nn.Module}", torch.nn.Module), init=("{name: source}", str),
@@ -41,7 +42,7 @@ def check(cfg, world, defaults):
     for key, value in cfg.items():
         low = (1 if key in ("batch_size", "accum", "val_batches", "steps") else -1 if key == "classes" else
                0 if re.fullmatch(r"(max|lr)_\w+|\w+_(weight|decay|every|ratio|size|rate)|lr|clip|seed|warmup|"
-                                 r"workers|augment|stop_at|keep_last", key) else -2 ** 63)
+                                 r"workers|augment|stop_at|keep_last|timeout_s", key) else -2 ** 63)
         high = dict(augment=1, workers=256, max_iter=9_999_999).get(key, 2 ** 63)   # N.pth has seven digits
         for v in value if isinstance(value, tuple) else (value,):
             if isinstance(v, (int, float)) and not low <= v <= high:
@@ -53,6 +54,13 @@ def check(cfg, world, defaults):
         low = cfg["batch_size"] // parts * parts
         raise BadInput(f"batch_size {cfg['batch_size']} is not divisible by {world} ranks x accum "
                        f"{cfg['accum']} = {parts}; nearest {f'{low} or ' if low else ''}{low + parts}")
+    size = cfg["shard_size"] or world
+    if world % size:
+        fit = [n for n in range(1, world + 1) if world % n == 0]
+        raise BadInput(f"--shard_size {size} does not divide the {world} ranks; give one of {fit}, or 0")
+    for key in ("shard_size", "offload", "reshard"):
+        if cfg[key] != defaults[key] and cfg["parallel"] != "fsdp":
+            raise BadInput(f"--{key} {cfg[key]} is of sharded nets; give --parallel fsdp, or leave it out")
     common.lr_factor(cfg["lr_schedule"], 0, cfg["warmup"], 1)
     names = [common.parse_ema(str(e))[0] for e in cfg["ema"]]
     if len(set(names)) < len(names):
@@ -76,7 +84,10 @@ def pick_device(cfg, local):
         torch.cuda.set_device(local)
         return torch.device("cuda", local)
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
+        if device.type == "mps" and cfg.get("parallel") == "fsdp":
+            raise RuntimeError("FSDP2 runs on cuda and cpu")
+        return device
     except (RuntimeError, AssertionError) as e:
         raise BadInput(f"--device {name} cannot be used ({str(e).splitlines()[0]}); give another one, or "
                        f"none") from None
@@ -145,12 +156,15 @@ def fingerprint(cfg, dataset):
 
 
 def output_folder(cfg):
-    root = Path(os.environ.get("FEWSTEP_OUTPUT_ROOT", "outputs"))
+    root = files.place(os.environ.get("FEWSTEP_OUTPUT_ROOT", "outputs"))
     return root / cfg["project"] / cfg["group"] / cfg["name"]
 
 
 def make_folder(folder, problem, cure, subs=("",)):
     """Create the folder and its `subs`; BadInput "problem (reason); cure" if nothing can be written there."""
+    if not isinstance(folder, Path):                    # a store has no folders to create, so it is asked
+        files.write(folder / ".writable", lambda f: f.write(b"yes"))
+        return files.remove(folder / ".writable")
     try:
         for sub in subs:
             (folder / sub).mkdir(parents=True, exist_ok=True)
@@ -167,12 +181,12 @@ def check_folder(method, cfg, folder, state=None, data=None):
         raise BadInput(f"{folder} holds checkpoints, which --resume \"\" refuses; start anew with --name "
                        f"NEW, or continue with --resume auto")
     was = method.path.stem
-    with contextlib.suppress(OSError, ValueError, AttributeError):      # without it the checkpoint knows
-        was = (state or json.loads((folder / "config.json").read_text())).get("method", was)
+    with contextlib.suppress(BadInput, ValueError, AttributeError):     # without it the checkpoint knows
+        was = (state or json.loads(files.read(folder / "config.json") or b"{}")).get("method", was)
     if was != method.path.stem:
         raise BadInput(f"{folder} is a run of {was}, not of {method.path.stem}; use --name NEW")
-    copied, began = folder / "method.py", (state or {}).get("data", data)
-    if cfg["resume"] != "force" and copied.exists() and copied.read_bytes() != method.source:
+    copied, began = files.read(folder / "method.py"), (state or {}).get("data", data)
+    if cfg["resume"] != "force" and copied not in (None, method.source):
         raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, "
                        f"--resume force continues with the changed file")
     if cfg["resume"] != "force" and began and (began | dict(path="")) != (data | dict(path="")):
@@ -244,81 +258,35 @@ def val_settings(cfg):
 
 # ---- start-up ----------------------------------------------------------------------------------------------
 
-def fill(nets, inits, sources, state, trainable, cfg):
-    """Weights into every net, on the CPU: from the checkpoint what it holds, the rest from `init`: a file,
-    another net (filled before), or a fresh draw."""
-    waiting = dict(nets)
-    while waiting:
-        ready = [n for n in waiting if inits.get(n) not in waiting]
-        if not ready:
-            raise BadInput(f"init() goes in a circle: {', '.join(f'{n} <- {inits[n]}' for n in waiting)}")
-        for name in ready:
-            net, source = waiting.pop(name), inits.get(name)
-            own = net.state_dict()
-            kept = state["nets"].get(name) if state else None
-            given = kept
-            if kept is None or set(kept) != set(own):
-                given = {} if source is None else ckpt.adapted(
-                    net, nets[source].state_dict() if source in nets else ckpt.read(sources[source]))
-            ckpt.materialise(net, name, cfg["seed"], given)
-            if source is not None or given is kept:
-                ckpt.fill(net, given, f"{name} ({source or 'checkpoint'})", optional=net.optional)
-            if kept is not None and given is not kept:
-                ckpt.fill(net, kept, f"{name} (checkpoint)", keys=saved_keys(net, trainable[name]))
-
-
-def saved_keys(net, trainable):
-    """Keys of a net in a checkpoint: trainable parameters and buffers; frozen ones come from their source."""
-    parameters = {k for k, _ in net.named_parameters()}
-    return [k for k in net.state_dict() if k in trainable or k not in parameters]
-
-
-def saved_state(name, net, trainable):
-    """What a checkpoint holds of a net. Raises BadInput rather than keep weights that are not finite."""
-    state = net.state_dict()
-    norms = torch.stack(torch._foreach_norm([state[k] for k in trainable])).tolist() if trainable else []
-    bad = [k for k, norm in zip(trainable, norms) if not norm < math.inf]
-    if bad:
-        raise BadInput(f"{len(bad)} weights of {name} are not finite ({bad[0]}, ...), so no checkpoint is "
-                       f"written; a lower --lr or --clip may help")
-    return {k: state[k] for k in saved_keys(net, trainable)}
-
-
-def load_optimizers(opts, names, saved):
-    """Moments and step counts by parameter name; learning rates and the like stay as configured now."""
-    for phase, opt in opts.items():
-        params = [p for g in opt.param_groups for p in g["params"]]
-        held = saved.get(phase, {})
-        opt.load_state_dict(dict(state={i: held[names[p]] for i, p in enumerate(params) if names[p] in held},
-                                 param_groups=opt.state_dict()["param_groups"]))
-
-
 def open_folder(method, cfg, folder, sources, state, start, say):
     """config.json, method.py; on resume name what differs. Log lines and pictures past the checkpoint go."""
-    late = [f for f in folder.glob("samples/" + "[0-9]" * 7 + ".png") if not state or int(f.stem) > start]
-    for file in [*folder.rglob(".*.tmp"), *late]:       # what a killed save left behind, and what is to come
-        file.unlink(missing_ok=True)
+    pictures = [n for n in files.names(folder / "samples") if re.fullmatch(r"[0-9]{7}\.png", n)]
+    late = [folder / "samples" / n for n in pictures if not state or int(n[:7]) > start]
+    left = folder.rglob(".*.tmp") if isinstance(folder, Path) else ()       # by a killed save
+    for file in [*left, *late]:
+        files.remove(file)
     if state:
         for key, value in cfg.items():
             if state["config"].get(key, value) != value:
                 say(f"config differs from the checkpoint: {key} was {state['config'][key]!r}, now {value!r}",
                     "warning")
     text = json.dumps(dict(cfg) | dict(method=method.path.stem, sources=sources), indent=1)
-    ckpt.write(folder / "config.json", lambda f: f.write_text(text + "\n"))
-    ckpt.write(folder / "method.py", lambda f: f.write_bytes(method.source))
-    metrics = folder / "metrics.jsonl"
-    lines = []
-    for line in metrics.read_text().splitlines() if metrics.exists() else []:
+    files.write(folder / "config.json", lambda f: f.write(f"{text}\n".encode()))
+    files.write(folder / "method.py", lambda f: f.write(method.source))
+    metrics, lines = folder / "metrics.jsonl", []
+    for line in (files.read(metrics) or b"").decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):           # a killed run may leave half a line
             if json.loads(line)["it"] <= start:
                 lines.append(line + "\n")
-    ckpt.write(metrics, lambda f: f.write_text("".join(lines if state else [])))
+    files.write(metrics, lambda f: f.write("".join(lines if state else []).encode()))
 
 
 def take_lock(folder, rank, gloo):
-    """One run per folder at a time. The lock is the kernel's: it ends with the process, however that ends."""
-    handle, error = open(os.devnull if rank else folder / ".lock", "w"), None
-    for attempt in range(0 if rank else 20):            # a killed predecessor may still be saving
+    """One run per folder at a time. The lock is the kernel's: it ends with the process, however that ends.
+    A store has none. Two runs with one URL would write whole files each, the last one's would stay."""
+    none = rank or not isinstance(folder, Path)
+    handle, error = open(os.devnull if none else folder / ".lock", "w"), None
+    for attempt in range(0 if none else 20):            # a killed predecessor may still be saving
         error = None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,9 +16,11 @@ as `build` left them.
 """
 import contextlib
 import copy
+import os
 import shlex
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -26,14 +28,18 @@ import torch.distributed as dist
 import ckpt
 import common
 import data
+import files
+import fill
+import judge
 import logs
 import resume
+import shard
 import startup
-from common import BadInput, from_rank0
+import watch
+from common import BadInput, from_rank0, on_rank0
 from nets import encoders
 
 ROOT = Path(__file__).resolve().parent
-DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 
 defaults = dict(
     net="edm:digits",        # family:size[,option=value]: edm:cifar10, edm:imagenet64, edm:digits, toy:tiny
@@ -61,11 +67,17 @@ defaults = dict(
     amp="",                  # "" = float32, bf16, fp16: autocast around step
     tf32=True,               # TF32 matrix products and convolutions on CUDA
     device="",               # "" = the best there is: cuda, mps, cpu
-    parallel="ddp",          # ddp: replicas
+    parallel="ddp",          # ddp: replicas; fsdp: every net sharded over the ranks (shard.py)
+    shard_size=0,            # fsdp: ranks that share one copy of the nets, the groups are replicas; 0 = all
+    reshard=True,            # fsdp: give up gathered weights between forward and backward pass
+    offload=False,           # fsdp: weights, gradients and moments in host memory
+    recompute=False,         # activation checkpointing of every block
+    compile=False,           # torch.compile of every block
     ema=("ema",),            # student averages: name[:rate], name:power=0.05, name:half_kimg=500; "" = none
     resume="auto",           # auto: newest checkpoint; force: also other data or method file; "": none
     save_every=1000,         # iterations between checkpoints; 0 = only at the end
     keep_last=0,             # newest checkpoints that are kept; 0 = all
+    async_save=False,        # write checkpoints in the background, from a copy in host memory
     val_every=1000,          # iterations between validations (and one before the first); 0 = off
     val_batches=4,           # batches of one validation
     val_settings=(),         # more validations under changed keys, e.g. guidance=1,guidance=2;steps=1
@@ -77,6 +89,10 @@ defaults = dict(
     name="",                 # third part; "" = name of the method file (+ preset)
     log_level="info",        # info, warning; debug: every rank speaks
     debug_calls=False,       # compare the order of net calls over the ranks, every micro-step
+    timeout_s=1800,          # a rank without progress for so long says where it is and ends the run; 0 = off
+    anomaly=False,           # name the module whose output or gradient is not finite; a sync per micro-step
+    deterministic=False,     # deterministic kernels only; an operation that has none raises an error
+    profile=(),              # first,last: a torch.profiler trace of these iterations; "" = none
 )
 
 
@@ -86,6 +102,8 @@ def train(method, cfg, changed=(), dry_run=False):
     # ---- everything that can be wrong with the input
     rank, world, local = startup.ranks()
     startup.check(cfg, world, defaults)
+    watch.profile_window(cfg)
+    watch.deterministic(cfg["deterministic"])
     device = startup.pick_device(cfg, local)
     dataset = data.load(cfg)
     if cfg["classes"] < 0:
@@ -109,77 +127,93 @@ def train(method, cfg, changed=(), dry_run=False):
     fingerprint = startup.fingerprint(cfg, dataset)
     hint = (f"make one with `torchrun train.py methods/sft.py --net {cfg['net']} --data {cfg['data']}`, or "
             f"give --teacher PATH[#ENTRY]")
-    if not found:
-        sources = {s: ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
+
+    def pinned(state):
+        """Rank 0 finds the sources of weights and opens those that `state` does not make superfluous."""
+        kept = state["sources"] if state else {}
+        sources = {s: kept.get(s) or ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
+        held = {s: ckpt.read(sources[s]) for s in fill.needed(nets, inits, state)}
+        fill.check_sources(nets, inits, held)
+        return dict(sources=sources, held=held)
+
+    pins = None if found or rank else pinned(None)
     if dry_run:
         return logs.show_plan(method, cfg, changed, nets, trainable, world, folder)
-    if not found:
-        startup.fill(nets, inits, sources, None, trainable, cfg)
     startup.make_folder(folder, f"output folder {folder} is not writable",
                         "set FEWSTEP_OUTPUT_ROOT to one that is", ("checkpoints", "samples"))
 
     # ---- process group: gloo for flags, the default back-end (NCCL on CUDA) for tensors
-    gloo = None
-    if world > 1:
+    gloo, limit = None, watch.group_timeout(cfg["timeout_s"])
+    watchdog = watch.Watchdog(cfg["timeout_s"], rank, world, [method.path])
+    watchdog.mark(0, "", "joining the other ranks")
+    if world > 1 or cfg["parallel"] == "fsdp":
+        alone = {} if "MASTER_ADDR" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         with resume.orphans_leave():
-            dist.init_process_group()
-            gloo = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
+            dist.init_process_group(timeout=limit, **alone)
+            if world > 1:
+                gloo = (dist.new_group(backend="gloo", timeout=limit) if device.type == "cuda"
+                        else dist.group.WORLD)
+    mesh = shard.make_mesh(cfg, world, device, limit)
     say = logs.Printer(cfg["log_level"], rank, cfg["max_iter"])
     lock = startup.take_lock(folder, rank, gloo)                # held until this process ends
-    found = from_rank0(startup.check_folder(method, cfg, folder), gloo)     # a run may just have saved there
-    start, state = 0, None
-    if found:
-        if rank == 0:
-            start, state = ckpt.newest(folder / "checkpoints", lambda text: say(text, "warning"))
-        start = from_rank0(start, gloo)
+    start, state, warn = 0, None, lambda text: say(text, "warning")                               # noqa: E731
+    for it in ckpt.unfinished(folder / "checkpoints") if rank == 0 else ():
+        warn(f"WARNING: {folder}/checkpoints/{it:07d}.* is of a save that did not finish; it is not used")
+    if from_rank0(on_rank0(lambda: startup.check_folder(method, cfg, folder), gloo), gloo):   # may be new
+        start, state = ckpt.newest(folder / "checkpoints", warn, gloo)
         if start is None:
             raise BadInput(f"no checkpoint in {folder} can be read; remove them to start anew, or use "
                            f"--name NEW")
-        state = state or ckpt.load(ckpt.path(folder / "checkpoints", start))
-        startup.check_folder(method, cfg, folder, state, fingerprint)
-        sources = {s: state["sources"].get(s) or ckpt.resolve(s, hint)
-                   for s in inits.values() if s not in nets}
+        on_rank0(lambda: startup.check_folder(method, cfg, folder, state, fingerprint), gloo)
+    if state or found:
+        pins = on_rank0(lambda: pinned(state), gloo)
+    sources, held = ckpt.shared(pins, gloo).values()
     if start >= cfg["max_iter"] or 0 < cfg["stop_at"] <= start:
         key = "max_iter" if start >= cfg["max_iter"] else "stop_at"
         say(f"nothing to do: {folder} has done {start} iterations and {key} is {cfg[key]}", "warning")
         return close(gloo)
     last = min(cfg["stop_at"] or cfg["max_iter"], cfg["max_iter"])
+    watchdog.mark(start, "", "start-up")
 
-    # ---- nets, EMAs, optimizers
+    # ---- nets and EMAs: copies, shards, weights
     ema_specs = {e: common.parse_ema(e) for e in cfg["ema"]}
-    if state:
-        startup.fill(nets, inits, sources, state, trainable, cfg)
+    models = {name: copy.deepcopy(net) for name, net in nets.items()}          # stay on the meta device
     emas = {spec[0]: copy.deepcopy(nets["student"]).requires_grad_(False).eval()
             for spec in ema_specs.values()}
-    for name in emas.keys() & state["emas"] if state else ():
-        ckpt.fill(emas[name], state["emas"][name], name,
-                  keys=startup.saved_keys(emas[name], trainable["student"]))
     for net in [*nets.values(), *emas.values()]:
-        net.to(device)
-        if world > 1:                                   # every replica starts from rank 0's, whatever it read
-            for tensor in [*net.parameters(), *net.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
+        shard.wrap(net, cfg, mesh, device)
+    fill.fill(nets, models, inits, held, state, trainable, cfg, device)
     if state is None:
         post_step(nets.values())
+    for name, ema in emas.items():
+        fill.copy_net(nets["student"], ema)
+        if state and name in state["emas"]:
+            fill.check(models["student"].state_dict(), state["emas"][name], f"{name} (checkpoint)",
+                       keys=fill.saved_keys(models["student"], trainable["student"]))
+            fill.take_all(ema, state["emas"][name], device)
+    del models, held, pins
+
+    # ---- optimizers
     opts = method.optimizers(nets, cfg)
     owned = {phase: [p for g in opt.param_groups for p in g["params"]] for phase, opt in opts.items()}
     names = {p: f"{n}.{k}" for n, net in nets.items() for k, p in net.named_parameters()}
     phase_nets = {phase: [net for n, net in nets.items() if any(names[p].startswith(n + ".") for p in params)]
                   for phase, params in owned.items()}
     for opt in opts.values():
+        shard.split_groups(opt)
         for group in opt.param_groups:
             group["initial_lr"] = group["lr"]
     ema_tensors = {name: averaged(ema, nets["student"], trainable["student"]) for name, ema in emas.items()}
     scaler = torch.amp.GradScaler(device.type, enabled=cfg["amp"] == "fp16", init_scale=2.0 ** 16)
     counts, skipped = ({phase: 0 for phase in opts} for _ in range(2))
     if state:
-        startup.load_optimizers(opts, names, state["optims"])
+        fill.take_moments(opts, names, state["optims"], device)
         for ours, kept in (counts, state["counts"]), (skipped, state["skipped"] or {}):
             ours |= {k: v for k, v in kept.items() if k in ours}
         if state["scaler"] and scaler.is_enabled():
             scaler.load_state_dict(state["scaler"])
     autocast = lambda: torch.autocast(  # noqa: E731
-        device.type, DTYPES.get(cfg["amp"]), enabled=bool(cfg["amp"]))
+        device.type, shard.DTYPES.get(cfg["amp"]), enabled=bool(cfg["amp"]))
     torch.set_float32_matmul_precision("high" if cfg["tf32"] else "highest")
     torch.backends.cudnn.allow_tf32 = cfg["tf32"]
 
@@ -195,52 +229,64 @@ def train(method, cfg, changed=(), dry_run=False):
     record = logs.Recorder(folder, wandb, rank, gloo, say)
     meter = logs.Meter(gloo)
     loader = data.Loader(dataset, cfg, start, rank, world, cfg["accum"], cfg["seed"])
+    anomaly = watch.Anomaly(nets if cfg["anomaly"] else {})
+    profile = watch.Profile(cfg, folder, rank, device, say)
     calls = watch_calls(nets) if cfg["debug_calls"] and world > 1 else None
-    stopping = lambda: resume.agreed(gloo, resume.requested())                                    # noqa: E731
+    saver = ckpt.Saver(folder / "checkpoints", cfg["keep_last"], cfg["async_save"], rank, gloo, mesh, warn)
     saved, state = (start if state else -1), None       # frees what a resume has read
 
-    def checkpoint(done, group=gloo):
-        """Write N.pth on rank 0; every rank learns if that worked. Keeps what a resume cannot recompute."""
+    def stopping():
+        """Was any rank asked to leave? Commits a save once the background has written it everywhere."""
+        stop, busy = resume.agreed(gloo, resume.requested(), saver.busy())
+        if saver.pending() and not busy:
+            saver.finish()
+        return stop
+
+    def content(done):
+        """What a resume cannot recompute; of sharded tensors this rank's rows."""
+        return dict(
+            format=ckpt.FORMAT, it=done, method=method.path.stem, config=dict(cfg), counts=dict(counts),
+            skipped=dict(skipped), sources=sources, data=fingerprint, scaler=scaler.state_dict(),
+            nets={n: fill.saved_state(n, net, trainable[n])
+                  for n, net in nets.items() if trainable[n] or not list(net.parameters())},
+            emas={n: fill.saved_state(n, ema, trainable["student"]) for n, ema in emas.items()},
+            optims={p: fill.saved_moments(opt, names) for p, opt in opts.items()})
+
+    def checkpoint(done, wait=False):
+        """Write N.pth; every rank learns if that worked."""
         nonlocal saved
-        if saved == done:
-            return
-        saved, error = done, None                       # tried once, on a full disk too
-        if rank == 0:
-            try:
-                content = dict(
-                    format=ckpt.FORMAT, it=done, method=method.path.stem, config=dict(cfg), counts=counts,
-                    skipped=skipped, sources=sources, data=fingerprint, scaler=scaler.state_dict(),
-                    nets={n: startup.saved_state(n, net, trainable[n])
-                          for n, net in nets.items() if trainable[n] or not list(net.parameters())},
-                    emas={n: startup.saved_state(n, ema, trainable["student"]) for n, ema in emas.items()},
-                    optims={p: {names[q]: s for q, s in opt.state.items()} for p, opt in opts.items()})
-                ckpt.save(ckpt.path(folder / "checkpoints", done), content)
-                ckpt.prune(folder / "checkpoints", cfg["keep_last"], done)
-            except BadInput as e:
-                error = str(e)
-        error = from_rank0(error, group)
-        if error:
-            raise BadInput(error)
+        watchdog.mark(done, "", "saving a checkpoint")
+        if saved != done:
+            saved = done                                # tried once, on a full disk too
+            saver.save(done, lambda: content(done), wait)
+        elif wait:
+            saver.finish()
 
     def look(done, at_start=False):
         """Validation and sample grid where due (at the start: those an interrupted run still owes)."""
+        watchdog.mark(done, "", "validation")
         due = lambda every: every and (done % every == 0 or done == cfg["max_iter"])         # noqa: E731
         if due(cfg["val_every"]) and not (at_start and record.has(done, "val/")):
-            with judging(nets, emas):
-                values = validate(method, nets, cfg, val_set, done, rank, world, gloo, device, autocast,
-                                  stopping)
+            with judge.judging(nets.values()):
+                values = judge.validate(method, nets, cfg, val_set, done, rank, world, gloo, device, autocast,
+                                        lambda: watchdog.mark(done, "", "validation") or stopping())
             if values is None:
                 return
             record(done, values)
             say(f"it {done:07d} | " + " ".join(f"{k} {v:.4g}" for k, v in values.items()))
+        watchdog.mark(done, "", "samples")
         grid = folder / "samples" / f"{done:07d}.png"
-        if rank == 0 and due(cfg["sample_every"]) and not (at_start and grid.exists()):
-            with judging(nets, emas), autocast():
-                x0, columns = draw_grid(method, next(iter(emas.values()), nets["student"]), cfg, device)
+        if due(cfg["sample_every"]) and not (at_start and from_rank0(rank == 0 and files.exists(grid), gloo)):
+            net = next(iter(emas.values()), nets["student"])
+            with judge.judging([net]), autocast():
+                x0, columns = judge.draw_grid(method, net, cfg, device, rank, world, gloo)
+            if not cfg["reshard"]:
+                shard.reshard([net, *nets.values()])
             try:
-                logs.save_grid(encoders.decode(x0, cfg), grid, columns)
+                if rank == 0:
+                    logs.save_grid(encoders.decode(x0, cfg), grid, columns)
                 if wandb:
-                    wandb.log({"samples": wandb.Image(str(grid))}, step=done)
+                    wandb.picture(grid, done)
             except BadInput as e:                       # a picture is not worth a run
                 say(f"WARNING: {e}", "warning")
 
@@ -248,39 +294,50 @@ def train(method, cfg, changed=(), dry_run=False):
     look(start, at_start=True)
     done, clock, busy, previous = start, 0.0, 0.0, None
     if stopping():
-        checkpoint(start)
+        checkpoint(start, wait=True)
     try:
         while done < last and not stopping():
             it, began = done, time.perf_counter()
             phase = method.phase(it, cfg)
-            opt, params = opts[phase], owned[phase]
+            opt, params, own = opts[phase], owned[phase], []
+            profile.begin(it, phase)
             if phase != previous:
                 for other, ps in owned.items():
                     for p in ps:
                         p.requires_grad_(other == phase)
+                shard.settle(nets.values())
                 previous = phase
             for micro in range(cfg["accum"]):
+                watchdog.mark(it, phase, "waiting for data")
                 waited = time.perf_counter()
                 raw = next(loader)
                 meter.add("data_ms", (time.perf_counter() - waited) * 1e3 * cfg["accum"])
                 common.seed_default(common.hash_seed(cfg["seed"], it, micro * world + rank))
                 batch = encoders.encode(raw, cfg, device)
+                watchdog.mark(it, phase, "step")
+                anomaly.start(first=micro == 0)
                 with autocast():
                     loss, parts = startup.call(method, "step", nets, batch, it, cfg)
                 if not (torch.is_tensor(loss) and loss.requires_grad):
                     raise BadInput(f"{method.path}: step() at it {it} (phase {phase!r}) returned a loss that "
                                    f"depends on no parameter of that optimizer; is something under no_grad?")
+                watchdog.mark(it, phase, "backward")
                 scaler.scale(loss / cfg["accum"]).backward()
+                anomaly.stop()
+                own.append(watch.detached(loss, parts))
                 suffix = "" if phase == "student" else f"_{phase}"
                 meter.add(f"loss{suffix}", loss)
                 for key, value in parts.items():
                     meter.add(key, value)
                 if calls is not None:
                     compare_calls(calls, it, gloo)
+            if not cfg["reshard"]:
+                shard.reshard(nets.values())
+            watchdog.mark(it, phase, "waiting for the other ranks")
             average_gradients(params, gloo, world)
-            scaler.unscale_(opt)
             grads = [p.grad for p in params if p.grad is not None]
-            norm = clip(grads, cfg["clip"])                 # the iteration's one device sync
+            norm = clip(grads, cfg["clip"], scaler, mesh, device)       # the iteration's one device sync
+            watchdog.mark(it, phase, "update")
             if norm < float("inf"):
                 factor = common.lr_factor(cfg["lr_schedule"], counts[phase], cfg["warmup"], turns[phase])
                 for group in opt.param_groups:
@@ -297,21 +354,27 @@ def train(method, cfg, changed=(), dry_run=False):
             else:                                       # what is not finite never reaches the weights
                 skipped[phase] += 1
                 meter.add("skipped", 1.0, total=True)
+                why = watch.blame(own, gloo, anomaly.found)
+                if skipped[phase] == 1:
+                    say(f"update left out at it {it}, phase {phase!r}: the gradient was not finite ({why})",
+                        "warning")
             scaler.update()
             opt.zero_grad(set_to_none=True)
             done = it + 1
             if 0 < cfg["max_skipped"] <= skipped[phase]:
                 raise BadInput(f"the gradient was not finite {skipped[phase]} times in a row, last at it "
-                               f"{it}, phase {phase!r} ({meter.text()}); --amp \"\" runs in float32, a lower "
+                               f"{it}, phase {phase!r} ({why}); --amp \"\" runs in float32, a lower "
                                f"--lr or --clip may help")
             spent = time.perf_counter() - began
             busy, clock = busy + spent, clock + spent
+            profile.end()
 
             if cfg["log_every"] and (done % cfg["log_every"] == 0 or done == last):
                 n = min(done % cfg["log_every"] or cfg["log_every"], done - start)
                 values = meter.flush() | dict(
                     ms_per_it=busy / n * 1e3, img_per_s=n * cfg["batch_size"] / busy,
-                    mem_gb=logs.memory_gb(device), eta_s=(last - done) * clock / (done - start))
+                    mem_gb=logs.memory_gb(device), eta_s=(last - done) * clock / (done - start),
+                    **watch.device_values(device))
                 busy = 0.0
                 if scaler.is_enabled():
                     values["scale"] = scaler.get_scale()
@@ -322,15 +385,17 @@ def train(method, cfg, changed=(), dry_run=False):
                 checkpoint(done)
             look(done)                                   # after the save: what fails here costs nothing
     except Exception:                                   # nothing collective here: the others may have left
-        if rank == 0 and done not in (None, saved, start):  # a first iteration that fails has gained nothing
+        if rank == 0 and mesh is None and done not in (None, saved, start):     # a first one gained nothing
             with contextlib.suppress(BadInput):         # the first sentence is the one that counts
-                checkpoint(done, None)
+                saver.alone(done, content(done))
                 say(f"{done} iterations are in {ckpt.path(folder / 'checkpoints', done)}", "warning")
         raise
+    finally:
+        profile.close()
 
     # ---- the end: finished, stopped by --stop_at, or asked to leave
     preempted = done < last
-    checkpoint(done)
+    checkpoint(done, wait=True)
     loader.close()
     file = ckpt.path(folder / "checkpoints", done)
     if preempted:
@@ -343,22 +408,26 @@ def train(method, cfg, changed=(), dry_run=False):
         grid = folder / "samples" / f"{done:07d}.png"
         for phase in [p for p in opts if not counts[p]]:
             say(f"WARNING: no update of phase {phase!r} was applied", "warning")
-        say(f"done: {file}\nsamples: {grid if grid.exists() else 'none'}", "warning")
+        say(f"done: {file}\nsamples: {grid if files.exists(grid) else 'none'}", "warning")
         if cfg["data"] == "digits":
             say(f"score it: python evaluate.py {shlex.quote(str(folder))}", "warning")
+    watchdog.mark(done, "", "leaving")
     say.progress(None)
     if wandb:
         wandb.finish()
     lock.close()
     close(gloo)
+    watchdog.stop()
 
 
 # ---- one iteration -----------------------------------------------------------------------------------------
 
 def average_gradients(params, gloo, world):
-    """Mean over the ranks, in place. A parameter without gradient on every rank keeps None (AdamW would decay
-    it); one without on some counts as zero there. Matches one process on the whole batch to rounding."""
-    if world == 1:
+    """Mean over the ranks, in place, of what is not sharded (FSDP2 has averaged that). A parameter without
+    gradient on every rank keeps None (AdamW would decay it); one without on some counts as zero there.
+    Matches one process on the whole batch to rounding."""
+    params = [p for p in params if not shard.sharded(p)]
+    if world == 1 or not params:
         return
     has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8)
     dist.all_reduce(has, dist.ReduceOp.MAX, group=gloo)
@@ -376,11 +445,22 @@ def average_gradients(params, gloo, world):
                                      zip(flat.split([g.numel() for g in grads]), grads)])
 
 
-def clip(grads, limit):
-    """Global norm as a float. Scales the gradients in place to `limit` (0 = never) if finite and above."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))).item()
-    if 0 < limit < norm < float("inf"):
-        torch._foreach_mul_(grads, limit / norm)
+def clip(grads, limit, scaler, mesh, device):
+    """Global norm as a float. Takes the loss scale out of the gradients, in place, and scales them to `limit`
+    (0 = never) if the norm is finite and above. The scaler judges by the norm, which is alike on all ranks."""
+    scaled, factor = shard.norm(grads, mesh, device), 1.0
+    if scaler.is_enabled():
+        judge = torch.zeros((), device=device)
+        judge.grad = scaled.clone()
+        scaler.unscale_(SimpleNamespace(param_groups=[dict(params=[judge])]))
+        norm, before = torch.stack([judge.grad, scaled]).tolist()
+        factor = norm / before if before else 1.0
+    else:
+        norm = scaled.item()
+    if norm < float("inf"):
+        factor *= limit / norm if 0 < limit < norm else 1.0
+        if factor != 1.0:
+            torch._foreach_mul_([shard.local(g) for g in grads], factor)
     return norm
 
 
@@ -388,7 +468,7 @@ def averaged(ema, net, trainable):
     """The tensors update_ema works on, listed once (walking the modules takes longer than the update): of the
     EMA and of the net, those that are averaged, and the buffers, which are copied."""
     own, other = dict(ema.named_parameters()), dict(net.named_parameters())
-    return ([own[k] for k in trainable], [other[k] for k in trainable],
+    return ([shard.local(own[k]) for k in trainable], [shard.local(other[k]) for k in trainable],
             list(ema.buffers()), list(net.buffers()))
 
 
@@ -416,7 +496,7 @@ def watch_calls(nets):
 
 
 def compare_calls(calls, it, gloo):
-    everyone = logs.everyone(list(calls), gloo)
+    everyone = common.everyone(list(calls), gloo)
     calls.clear()
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
@@ -427,66 +507,10 @@ def compare_calls(calls, it, gloo):
                            f"common.shared_generator(seed, it)")
 
 
-# ---- validation and samples --------------------------------------------------------------------------------
-
-@contextlib.contextmanager
-def judging(nets, emas):
-    """Eval mode and no gradients; afterwards every module is in the mode it was."""
-    modes = [(m, m.training) for net in [*nets.values(), *emas.values()] for m in net.modules()]
-    for net in nets.values():
-        net.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def validate(method, nets, cfg, dataset, done, rank, world, gloo, device, autocast, stopping):
-    """{val/[setting/]phase/name: mean over batches and ranks}, or None if asked to stop in between. Calls
-    step once per phase and batch, with its own seed."""
-    meter = logs.Meter(gloo)
-    for label, changes in startup.val_settings(cfg):
-        its, it = {}, done
-        while it < done + 1000 and it < done + cfg["max_iter"]:      # first turn of every phase from here on
-            its.setdefault(method.phase(it, cfg), it)
-            it += 1
-        loader = data.Loader(dataset, cfg | dict(workers=0), 0, rank, world, cfg["accum"], cfg["seed"])
-        for number in range(cfg["val_batches"]):
-            for micro in range(cfg["accum"]):
-                batch = encoders.encode(next(loader), cfg, device)
-                for phase, at in its.items():
-                    common.seed_default(common.hash_seed(cfg["seed"], "val", number, micro * world + rank))
-                    with autocast():
-                        loss, parts = startup.call(method, "step", nets, batch, at, cfg | changes)
-                    for key, value in (dict(loss=loss) | parts).items():
-                        meter.add(f"val/{label}{phase}/{key}", value)
-            if stopping():
-                loader.close()
-                return None
-        loader.close()
-    return meter.flush()
-
-
-def draw_samples(method, net, cfg, ids, labels, steps, seed, device, shape=None):
-    """x0 (B, *shape) of samples `ids` (list of ints): sample i depends on (seed, i) and its label alone."""
-    cond, uncond = encoders.conditions(labels, cfg, device)
-    noise = common.noise_fn(seed, ids, shape or net.x_shape, device)
-    return method.sample(net, noise, dict(cond=cond, uncond=uncond, id=torch.tensor(ids)), cfg, steps)
-
-
-def draw_grid(method, net, cfg, device, rows=8):
-    """Eight samples of each of the first ten classes, one class per column, always from the same noise."""
-    columns = min(cfg["classes"], 10) or 8
-    ids = list(range(rows * columns))
-    labels = torch.tensor([i % columns if cfg["classes"] else -1 for i in ids])
-    return draw_samples(method, net, cfg, ids, labels, cfg["steps"], cfg["seed"], device), columns
-
-
 def close(gloo):
     """Leave together."""
     with resume.orphans_leave():
         if gloo is not None:
             dist.barrier(group=gloo)
+        if dist.is_initialized():
             dist.destroy_process_group()

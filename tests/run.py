@@ -1,4 +1,5 @@
 """Shared by the tests: a tiny run of any method file, its files, new processes for ranks."""
+import copy
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import ckpt
 import common
 import data
+import fill
 import startup
 import train
 import trainer
@@ -53,7 +55,7 @@ def teacher(spec):
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         net = common.make_net(spec, label_dim=10)
-        ckpt.materialise(net, "teacher", 1)
+        fill.draw(net, copy.deepcopy(net), "teacher", 1)
         ckpt.save(file, net.state_dict())
     return str(file)
 
@@ -62,9 +64,11 @@ def nets_of(method, cfg, device="meta"):
     cfg["classes"] = 10 if cfg["classes"] < 0 else cfg["classes"]
     with torch.device(device):
         nets = method.build(cfg)
-    inits = method.init(cfg)
-    sources = {s: ckpt.resolve(s) for s in inits.values() if s not in nets}
-    startup.fill(nets, inits, sources, None, {n: [] for n in nets}, cfg)
+    inits, models = method.init(cfg), {n: copy.deepcopy(net) for n, net in nets.items()}
+    for net in nets.values():
+        net.to_empty(device="cpu")
+    sources = {s: ckpt.read(ckpt.resolve(s)) for s in inits.values() if s not in nets}
+    fill.fill(nets, models, inits, sources, None, {}, cfg, "cpu")
     return nets
 
 def turn(nets, opts, phase):
@@ -148,13 +152,18 @@ def differing(a, b, where=""):
 SERVER = multiprocessing.get_context("forkserver")      # plain fork breaks autograd where there is a GPU
 SERVER.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])    # dynamo: optimizers import it
 
+def start(world, folder, check, *args):
+    """Processes of check(*args) on every rank, over gloo."""
+    processes = [SERVER.Process(target=child, args=(rank, world, folder, dict(os.environ), check, args))
+                 for rank in range(world)]
+    for process in processes:
+        process.start()
+    return processes
+
 def ranks(world, check, *args, timeout_s=240):
     """[check(*args) on every rank], each in a new process, over gloo; an error or a hang of any raises."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = [SERVER.Process(target=child, args=(rank, world, folder, dict(os.environ), check, args))
-                     for rank in range(world)]
-        for process in processes:
-            process.start()
+        processes = start(world, folder, check, *args)
         until = time.monotonic() + timeout_s
         for process in processes:
             process.join(max(0.0, until - time.monotonic()))
@@ -170,7 +179,7 @@ def child(rank, world, folder, env, check, args):
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     start, stores = dist.init_process_group, iter(range(1000))
-    def through_a_file(*_):
+    def through_a_file(*_, **__):
         start("gloo", init_method=f"file://{folder}/store{next(stores)}", rank=rank, world_size=world,
               timeout=timedelta(seconds=120))
     dist.init_process_group = through_a_file

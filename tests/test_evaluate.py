@@ -8,6 +8,7 @@ import torch
 import evaluate
 import sample
 import trainer
+from judge import draw_samples
 from run import ranks, refused, spy
 from tools import make_classifier
 
@@ -71,7 +72,7 @@ def test_the_file_holds_every_figure_with_what_made_it(runs, judge, capsys):
     # seed 1 again, by the trainer's own function
     run, label = sample.load_run(runs / "dmd2"), evaluate.digits("train")[1][:70]
     net = sample.load_net(run, "ema_slow", "cpu")
-    x0 = trainer.draw_samples(run.method, net, run.cfg, list(range(70)), label, 1, 1, torch.device("cpu"))
+    x0 = draw_samples(run.method, net, run.cfg, list(range(70)), label, 1, 1, torch.device("cpu"))
     for key, value in judge(x0, label).items():
         assert found["results"][0][key + "_each"][1] == pytest.approx(value, abs=1e-4)
     names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]]

@@ -11,6 +11,7 @@ import torch
 
 import ckpt
 import common
+import files
 import run
 import startup
 import trainer
@@ -89,9 +90,9 @@ def test_a_picture_that_cannot_be_written_is_a_warning_after_the_save(outputs, c
 
 
 def test_a_full_disk_is_called_so(monkeypatch):
-    monkeypatch.setattr(ckpt, "write", lambda file, save: save("/dev/full"))
-    with pytest.raises(OSError, match="No space left on device"):
-        ckpt.save("x.pth", dict(a=torch.zeros(10 ** 5)))
+    monkeypatch.setattr(files, "temporary", lambda file: open("/dev/full", "wb"))
+    with pytest.raises(common.BadInput, match="No space left on device.*free some space"):
+        ckpt.save(Path("x.pth"), dict(a=torch.zeros(10 ** 5)))
 
 
 def test_a_folder_of_another_method_is_refused_whatever_its_config_says(monkeypatch):

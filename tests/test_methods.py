@@ -10,6 +10,7 @@ import torch
 import common
 import run
 import train
+import judge
 import trainer
 from run import (assert_alike, batch_of, config, differing, gradients, load, nets_of, phases, refused, setup,
                  spy, turn)
@@ -92,7 +93,7 @@ def test_a_sample_keeps_shape_and_dtype_and_depends_on_seed_and_id_alone(name):
     def draw(ids, seed=3):
         labels = [i % 10 for i in ids]
         with torch.no_grad():
-            return trainer.draw_samples(method, net, cfg, ids, labels, cfg["steps"], seed, "cpu")
+            return judge.draw_samples(method, net, cfg, ids, labels, cfg["steps"], seed, "cpu")
     x = draw([0, 1, 2, 3, 12])
     assert x.shape == (5, *net.x_shape) and x.dtype == torch.float32 and x.isfinite().all()
     torch.manual_seed(99)
@@ -393,5 +394,5 @@ def test_dmd2_generates_alike_in_training_and_sampling():
 def test_dmd2_samples_with_the_steps_it_was_trained_for():
     d = dmd2(steps=2)
     for steps in (1, 4):
-        refused(trainer.draw_samples, d.method, d.nets["student"], d.cfg, [0], [0], steps, 0, "cpu",
+        refused(judge.draw_samples, d.method, d.nets["student"], d.cfg, [0], [0], steps, 0, "cpu",
                 says=[f"trained for 2 steps, not for --steps {steps}"])

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import ckpt
+import fill
 import sample
 import trainer
 from run import refused, saved, spy
@@ -54,17 +55,17 @@ def test_separate_files_are_the_samples_of_the_sheet_and_say_what_they_are(runs,
                         "guidance": "1.0", "seed": str(seed), "class": "37"[seed % 2]}
 
 def test_only_the_wanted_net_is_made_and_no_source_is_read_for_a_student(runs, monkeypatch):
-    made, read = spy(monkeypatch, ckpt, "materialise"), spy(monkeypatch, ckpt, "read")
+    made, read = spy(monkeypatch, fill, "draw"), spy(monkeypatch, ckpt, "read")
     run = sample.load_run(runs / "dmd2")
     assert list(run.names) == ["ema_slow", "student", "teacher", "fake_score"]
     student, average = (sample.load_net(run, n, "cpu").state_dict() for n in ("student", "ema_slow"))
-    assert [args[1] for args, _ in made] == ["student", "student"] and read == []
+    assert [args[2] for args, _ in made] == ["student", "student"] and read == []
     assert all(torch.equal(v, run.state["nets"]["student"][k]) for k, v in student.items())
     assert all(torch.equal(v, run.state["emas"]["ema_slow"][k]) for k, v in average.items())
     assert not all(torch.equal(student[k], average[k]) for k in student)
     assert all(p.is_meta for net in run.nets.values() for p in net.parameters())
     teacher, origin = sample.load_net(run, "teacher", "cpu").state_dict(), saved(runs / "sft", 2)
-    assert [args[1] for args, _ in made[2:]] == ["teacher"] and len(read) == 1
+    assert [args[2] for args, _ in made[2:]] == ["teacher"] and len(read) == 1
     assert all(torch.equal(v, origin["nets"]["student"][k]) for k, v in teacher.items())
 
 def test_frozen_parts_of_a_student_and_its_average_come_from_its_source(runs):

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import common, logs, train, trainer  # noqa: E401, E402
+import common, logs, shard, train, trainer  # noqa: E401, E402
 
 
 # ---- the passes that each method needs: {phase: [(name, times per micro-step, function)]} ----------------
@@ -163,7 +163,7 @@ class Clocked:
 
     def end(self, done, phase):
         """The end of a block: note what it took, run the passes."""
-        opt, device, amp = self.opts[phase], self.batch["x0"].device, trainer.DTYPES.get(self.cfg["amp"])
+        opt, device, amp = self.opts[phase], self.batch["x0"].device, shard.DTYPES.get(self.cfg["amp"])
         block, self.laps = dict(iteration=self.laps), defaultdict(float)
         rows = [row for row in self.passes(self.nets, self.batch)[phase] if row[1]]
         for group in opt.param_groups:                  # these steps move no weight; the trainer sets lr anew

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import ckpt      # noqa: E402
+import files     # noqa: E402
 import evaluate  # noqa: E402
 
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     net = train(args.seed)
     buffer = io.BytesIO()                               # torch.save to a file would write its name into it
     torch.save(net.state_dict(), buffer)
-    ckpt.write(args.out, lambda f: f.write_bytes(buffer.getvalue()))
+    files.write(files.place(args.out), lambda f: f.write(buffer.getvalue()))
     for split in ("train", "val"):
         x0, label = evaluate.digits(split)
         with torch.no_grad():

@@ -1,0 +1,196 @@
+"""Weights into nets: drawn, from a file, from another net, from a checkpoint; nets whole or in shards.
+
+A net is built on the meta device; its `model` is a copy that stays there and knows names and shapes. Rank 0
+reads files and sends tensor by tensor, every rank keeps its rows; of a sharded checkpoint each rank reads its
+own rows. So no rank holds more than its shards, one tensor, and, rank 0, the file (mapped, not read at once).
+"""
+import math
+
+import torch
+import torch.distributed as dist
+
+import ckpt
+import common
+import shard
+from common import BadInput
+
+
+def fill(nets, models, inits, sources, state, trainable, cfg, device):
+    """Every net: from the checkpoint `state` what it holds, the rest from `init`: a file (sources[name]: its
+    tensors; emptied on the way), another net (filled before), or a fresh draw."""
+    names = order(nets, inits)
+    for n, name in enumerate(names):
+        net, model, source = nets[name], models[name], inits.get(name)
+        own, kept = model.state_dict(), state["nets"].get(name) if state else None
+        if kept is None or set(kept) != set(own):
+            given, value = {}, None
+            if source in nets:
+                held, given = nets[source].state_dict(), adapted(model, models[source].state_dict())
+                value = lambda k: adapt(model, k, shard.whole(held[k], device))                  # noqa: E731
+            elif source is not None:
+                held, given = sources[source], adapted(model, sources[source])
+                value = lambda k: spread(lambda: adapt(model, k, held[k]), given[k], device)     # noqa: E731
+            draw(net, model, name, cfg["seed"], given)
+            if source is not None:
+                check(own, given, f"{name} ({source})", optional=net.optional)
+                tensors = net.state_dict()
+                for key in given:
+                    shard.put(tensors[key], value(key))
+        else:
+            draw(net, model, name, cfg["seed"], own)    # buffers that no checkpoint holds
+        if kept is not None:
+            check(own, kept, f"{name} (checkpoint)", keys=saved_keys(model, trainable[name]))
+            take_all(net, kept, device)
+        if source not in map(inits.get, names[n + 1:]):
+            sources.pop(source, None)                   # a big file need not stay in memory
+
+
+def needed(models, inits, state):
+    """The sources that have to be read: those of nets that the checkpoint does not hold whole."""
+    kept = state["nets"] if state else {}
+    return {inits[n] for n in models if inits.get(n, n) not in models
+            and set(kept.get(n, ())) != set(models[n].state_dict())}
+
+
+def order(nets, inits):
+    """Names of nets, each after the one it starts from."""
+    waiting, done = list(nets), []
+    while waiting:
+        ready = [n for n in waiting if inits.get(n) not in waiting]
+        if not ready:
+            raise BadInput(f"init() goes in a circle: {', '.join(f'{n} <- {inits[n]}' for n in waiting)}")
+        done, waiting = done + ready, [n for n in waiting if n not in ready]
+    return done
+
+
+def check_sources(nets, inits, sources):
+    """BadInput where a source does not fit its net, before any work. nets: as built; sources: tensors."""
+    for name in order(nets, inits):
+        source = inits.get(name)
+        if source in nets or source in sources:
+            held = nets[source].state_dict() if source in nets else sources[source]
+            check(nets[name].state_dict(), adapted(nets[name], held), f"{name} ({source})",
+                  optional=nets[name].optional)
+
+
+def draw(net, model, name, seed, given=()):
+    """Draw what is not in `given` (keys that are about to be loaded): module by module, whole, on the CPU,
+    from the default generator seeded by (seed, name, module), so that the result depends on nothing else.
+    Buffers that are in no checkpoint are rebuilt on the way."""
+    tensors, given = dict([*net.named_parameters(), *net.named_buffers()]), set(given)
+    for module_name, module in model.named_modules():
+        prefix = module_name + "." if module_name else ""
+        keys = {prefix + k for k, _ in module.named_parameters(recurse=False)}
+        keys |= {prefix + k for k, _ in module.named_buffers(recurse=False)}
+        if keys <= given:                               # nothing here, or all of it is loaded
+            continue
+        if not hasattr(module, "reset_parameters"):
+            raise BadInput(f"{type(module).__name__} ({name}.{module_name}) owns {sorted(keys)[0]} but has "
+                           f"no reset_parameters(); give it one that fills its parameters and buffers")
+        module.to_empty(device="cpu", recurse=False)
+        common.seed_default(common.hash_seed(seed, name, module_name))
+        module.reset_parameters()
+        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            shard.put(tensors[prefix + key], tensor)
+        module.to_empty(device="meta", recurse=False)
+
+
+def adapt(model, key, tensor):
+    """A source's tensor in the net's own shape; None for a key that the net knowingly drops."""
+    return model.adapt(key, tensor) if hasattr(model, "adapt") else tensor
+
+
+def adapted(model, held):
+    """Shapes and types, on the meta device, of what a source has for a net. Nothing is read."""
+    pairs = ((k, adapt(model, k, ckpt.spec(held, k).to("meta"))) for k in held)
+    return {k: v for k, v in pairs if v is not None}
+
+
+def check(own, held, what, keys=None, optional=()):
+    """BadInput unless `held` has the `keys` (default: all) of `own`, in their shapes, and nothing else; those
+    under a prefix in `optional` may be absent."""
+    keys, shapes = set(own if keys is None else keys), {k: tuple(ckpt.spec(held, k).shape) for k in held}
+    missing = sorted(k for k in keys - set(shapes) if not k.startswith(tuple(optional) or ("\0",)))
+    unknown = sorted(set(shapes) - keys)
+    wrong = [f"{k} {s} for {tuple(own[k].shape)}" for k, s in shapes.items()
+             if k in keys and s != tuple(own[k].shape)]
+    problems = [f"{len(p)} {kind} ({', '.join(p[:3])}{', ...' if len(p) > 3 else ''})"
+                for kind, p in (("missing", missing), ("unknown", unknown), ("misshapen", wrong)) if p]
+    if problems:
+        raise BadInput(f"weights of {what} do not fit the net: {'; '.join(problems)}; is --net the one they "
+                       f"were made with? --name NEW starts a new run")
+
+
+def spread(read, spec, device):
+    """What read() gives on rank 0, on every rank; spec has its shape and type (`ckpt.shared`)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return read()
+    out = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    if dist.get_rank() == 0:
+        out.copy_(read())
+    dist.broadcast(out.reshape(-1).view(torch.uint8), 0)
+    return out
+
+
+@torch.no_grad()
+def take(own, held, key, device):
+    """A saved tensor into `own`, which may be sharded."""
+    if key in getattr(held, "index", ()):
+        shard.local(own).copy_(held.rows(key, *(shard.rows(own) or (0, len(own)))))
+    else:
+        shard.put(own, spread(lambda: held[key], ckpt.spec(held, key), device))
+
+
+def take_all(net, held, device):
+    tensors = net.state_dict()
+    for key in held:
+        take(tensors[key], held, key, device)
+
+
+@torch.no_grad()
+def copy_net(source, target):
+    """Everything of a net into one that is sharded alike."""
+    for a, b in zip([*source.parameters(), *source.buffers()], [*target.parameters(), *target.buffers()]):
+        shard.local(b).copy_(shard.local(a))
+
+
+def saved_keys(net, trainable):
+    """Keys of a net in a checkpoint: trainable parameters and buffers; frozen ones come from their source."""
+    parameters = {k for k, _ in net.named_parameters()}
+    return [k for k in net.state_dict() if k in trainable or k not in parameters]
+
+
+def saved_state(name, net, trainable):
+    """What a checkpoint holds of a net. Raises BadInput rather than keep weights that are not finite."""
+    state = net.state_dict()
+    norms = torch._foreach_norm([shard.local(state[k]) for k in trainable]) if trainable else []
+    norms = torch.stack(norms).tolist() if norms else []
+    bad = [k for k, norm in zip(trainable, norms) if not norm < math.inf]
+    if bad:
+        raise BadInput(f"{len(bad)} weights of {name} are not finite ({bad[0]}, ...), so no checkpoint is "
+                       f"written; a lower --lr or --clip may help")
+    return {k: state[k] for k in saved_keys(net, trainable)}
+
+
+def saved_moments(opt, names):
+    """An optimizer's state by parameter: {"net.key/exp_avg": tensor, ...}."""
+    return {f"{names[p]}/{slot}": value for p, held in opt.state.items() for slot, value in held.items()}
+
+
+def take_moments(opts, names, saved, device):
+    """Moments and step counts by parameter name; learning rates and the like stay as configured now."""
+    for phase, opt in opts.items():
+        held, state = saved.get(phase, {}), {}
+        slots = {}
+        for key in held:
+            slots.setdefault(key.rpartition("/")[0], []).append(key)
+        for i, p in enumerate(p for g in opt.param_groups for p in g["params"]):
+            for key in slots.get(names[p], ()):
+                spec = ckpt.spec(held, key)
+                if spec.shape == p.shape:
+                    value = shard.like(torch.empty_like(shard.local(p), dtype=spec.dtype), p)
+                    take(value, held, key, device)
+                else:
+                    value = held[key]
+                state.setdefault(i, {})[key.rpartition("/")[2]] = value
+        opt.load_state_dict(dict(state=state, param_groups=opt.state_dict()["param_groups"]))

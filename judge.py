@@ -1,0 +1,68 @@
+"""Validation and sample grids, during training and for sample.py. Every rank calls these alike."""
+import contextlib
+
+import torch
+
+import common
+import data
+import logs
+import startup
+from nets import encoders
+
+
+@contextlib.contextmanager
+def judging(nets):
+    """Eval mode and no gradients; afterwards every module is in the mode it was."""
+    modes = [(m, m.training) for net in nets for m in net.modules()]
+    for net in nets:
+        net.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def validate(method, nets, cfg, dataset, done, rank, world, gloo, device, autocast, stopping):
+    """{val/[setting/]phase/name: mean over batches and ranks}, or None if asked to stop in between. Calls
+    step once per phase and batch, with its own seed."""
+    meter = logs.Meter(gloo)
+    for label, changes in startup.val_settings(cfg):
+        its, it = {}, done
+        while it < done + 1000 and it < done + cfg["max_iter"]:      # first turn of every phase from here on
+            its.setdefault(method.phase(it, cfg), it)
+            it += 1
+        loader = data.Loader(dataset, cfg | dict(workers=0), 0, rank, world, cfg["accum"], cfg["seed"])
+        for number in range(cfg["val_batches"]):
+            for micro in range(cfg["accum"]):
+                batch = encoders.encode(next(loader), cfg, device)
+                for phase, at in its.items():
+                    common.seed_default(common.hash_seed(cfg["seed"], "val", number, micro * world + rank))
+                    with autocast():
+                        loss, parts = startup.call(method, "step", nets, batch, at, cfg | changes)
+                    for key, value in (dict(loss=loss) | parts).items():
+                        meter.add(f"val/{label}{phase}/{key}", value)
+            if stopping():
+                loader.close()
+                return None
+        loader.close()
+    return meter.flush()
+
+
+def draw_samples(method, net, cfg, ids, labels, steps, seed, device, shape=None):
+    """x0 (B, *shape) of samples `ids` (list of ints): sample i depends on (seed, i) and its label alone."""
+    cond, uncond = encoders.conditions(labels, cfg, device)
+    noise = common.noise_fn(seed, ids, shape or net.x_shape, device)
+    return method.sample(net, noise, dict(cond=cond, uncond=uncond, id=torch.tensor(ids)), cfg, steps)
+
+
+def draw_grid(method, net, cfg, device, rank, world, gloo, rows=8):
+    """Eight samples of each of the first ten classes, one class per column, always from the same noise:
+    (x0 on the CPU, columns). Each rank draws a part, all parts are as long."""
+    columns = min(cfg["classes"], 10) or 8
+    n, each = rows * columns, -(-rows * columns // world)
+    ids = [i % n for i in range(rank * each, (rank + 1) * each)]
+    labels = torch.tensor([i % columns if cfg["classes"] else -1 for i in ids])
+    x0 = draw_samples(method, net, cfg, ids, labels, cfg["steps"], cfg["seed"], device)
+    return torch.cat(common.everyone(x0.float().cpu(), gloo))[:n], columns

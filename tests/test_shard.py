@@ -1,0 +1,280 @@
+"""FSDP2 on CPUs: sharded runs compute what one process computes; what they save continues on any ranks."""
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ckpt
+import common
+import fill
+import logs
+import run
+import shard
+import train
+import trainer
+from nets import toy
+from tools import export
+from run import differing, refused
+
+PROBE = Path(__file__).with_name("probe.py")
+FSDP = dict(parallel="fsdp")
+# what differs from two ranks, sharded
+MODES = dict(replicas=dict(parallel="ddp"), sharded={}, accum3=dict(accum=3), keep=dict(reshard=False),
+             offload=dict(offload=True), recompute=dict(recompute=True),
+             all=dict(accum=3, offload=True, recompute=True))
+
+def setup(which, **changes):
+    """(method, config) of a method, or of the probe, on the toy net with a teacher: 20 iterations."""
+    method = train.load_method(PROBE if which == "probe" else trainer.ROOT / "methods" / f"{which}.py")
+    cfg = train.resolve(method, [])[0] | run.TINY | run.EXTRA.get(which, {}) | dict(
+        teacher=run.teacher("toy:tiny"), batch_size=12, max_iter=20, warmup=3)
+    return method, cfg | changes
+
+def train_all(todo):
+    """Of every (method, changes) the lines of its metrics."""
+    return [run.run(*setup(which, **changes)).lines for which, changes in todo]
+
+def named(which, mode, world=2):
+    return which, FSDP | dict(name=f"{which}_{mode}_{world}") | MODES.get(mode, dict(shard_size=2))
+
+def apart(ours, others, keys):
+    """Largest relative difference of these values, per line."""
+    assert len(ours) == len(others) and all(set(a) == set(b) for a, b in zip(ours, others))
+    return [max(abs(a[k] - b[k]) / abs(a[k]) for k in a if k.startswith(keys)) for a, b in zip(ours, others)]
+
+FAST = [("sft", "sharded"), ("dmd2", "accum3"), ("probe", "sharded"), ("probe", "keep"), ("probe", "all")]
+ALL = [*itertools.product(("sft", "dmd2", "probe"), MODES)]
+HSDP = [("dmd2", "hsdp")], [(which, mode) for which in ("sft", "dmd2", "probe") for mode in ("hsdp", "accum3")]
+
+@pytest.mark.parametrize("world, cases", [
+    (2, FAST), (4, HSDP[0]), pytest.param(2, ALL, marks=pytest.mark.slow),
+    pytest.param(4, HSDP[1], marks=pytest.mark.slow)], ids=["2", "4", "all on 2", "all on 4"])
+def test_w_ranks_of_a_micro_steps_equal_one_rank_of_w_a(world, cases):
+    """Losses to 1e-5 over 20 iterations, gradient norms to 1e-6 at the first and 1e-4 at the last."""
+    run.teacher("toy:tiny")
+    todo = [named(which, mode, world) for which, mode in cases]
+    alone = {}
+    for (which, changes), lines in zip(todo, run.ranks(world, train_all, todo)[0]):
+        slices = world * changes.get("accum", 1)
+        if (which, slices) not in alone:
+            alone[which, slices] = train_all([(which, dict(accum=slices, name=f"{which}_one_{slices}"))])[0]
+        loss = apart(alone[which, slices], lines, ("loss", "dm", "dsm", "gan", "fit"))
+        norm = apart(alone[which, slices], lines, "norm")
+        print(f"{changes['name']}: loss {max(loss):.1e}, norm {norm[0]:.1e} .. {norm[19]:.1e}")
+        assert max(loss) < 1e-5 and norm[0] < 1e-6 and norm[19] < 1e-4
+
+def times_seen(which, changes):
+    """Lines of a run, and every time that the student's embedding sees."""
+    seen, wave = [], toy.Toy.wave
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy.Toy, "wave", lambda self, t: (seen.append(t.detach().clone()), wave(self, t))[1])
+        lines = train_all([(which, changes)])[0]
+    return lines, {t.dtype for t in seen}, sorted({v for t in seen for v in t.flatten().tolist()})
+
+@pytest.mark.parametrize("which", ["sft", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dmd2", "probe"))])
+def test_bf16_gathers_and_computes_in_bf16_and_leaves_t_exact(which):
+    run.teacher("toy:tiny")
+    changes = dict(name="bf16", amp="bf16")
+    one, dtypes, times = times_seen(which, dict(changes, accum=2))
+    changes |= FSDP | dict(name="bf16_sharded")
+    (ours, d0, t0), (_, d1, t1) = run.ranks(2, times_seen, which, changes)
+    exact, keys = train_all([(which, dict(accum=2, name="exact"))])[0], ("loss", "dm", "dsm", "fit")
+    assert dtypes == d0 == d1 == {torch.float64} and times == sorted({*t0, *t1}) and len(times) > 40
+    near, far = max(apart(one, ours, keys)), max(apart(exact, ours, keys))
+    print(f"{which} in bf16, sharded against one process: {near:.1e}, against float32: {far:.1e}")
+    assert near < 2e-2 and far > 1e-4
+
+# ---- resume
+def held(nets, emas, opts, names, device):
+    """Whole tensors, by name, of what a checkpoint keeps."""
+    tensors = {f"{n}.{k}": v for n, net in [*nets.items(), *emas.items()] for k, v in net.state_dict().items()}
+    for opt in opts.values():
+        tensors |= fill.saved_moments(opt, names)
+    return {k: shard.whole(v, device).clone() for k, v in tensors.items()}
+
+def begin(which, changes):
+    """What a run holds when its loop begins."""
+    found, emas = [], {}
+    with pytest.MonkeyPatch.context() as patch:
+        averaged, describe = trainer.averaged, logs.describe
+        patch.setattr(trainer, "averaged", lambda ema, *rest: (
+            emas.update({f"ema{len(emas)}": ema}), averaged(ema, *rest))[1])
+        patch.setattr(logs, "describe", lambda cfg, nets, trainable, opts, names, *rest: (
+            found.append(held(nets, emas, opts, names, "cpu")),
+            describe(cfg, nets, trainable, opts, names, *rest))[1])
+        lines = run.run(*setup(which, **changes)).lines
+    return found[0], lines
+
+def begin_all(todo):
+    return [begin(*each) for each in todo]
+
+EMAS = dict(ema=("ema:0.9", "ema_power:power=0.1"), val_every=5, sample_every=5, save_every=10)
+
+def stored(folder, it):
+    """Whole tensors of a checkpoint, as `held` names them; read by one process."""
+    state = ckpt.load_checkpoint(ckpt.path(folder / "checkpoints", it))
+    kinds = [state["nets"], dict(zip(("ema0", "ema1"), state["emas"].values()))]
+    tensors = {f"{n}.{k}": v for kind in kinds for n, each in kind.items() for k, v in each.items()}
+    return tensors | {k: v for each in state["optims"].values() for k, v in each.items()}
+
+def test_a_sharded_run_continues_on_any_ranks_and_as_replicas(tmp_path, outputs):
+    """Bit for bit a straight one on its own ranks; what others begin with is what was saved."""
+    run.teacher("toy:tiny")
+    straight = dict(FSDP, **EMAS, name="straight")
+    half = straight | dict(name="half", stop_at=10)
+    (_, lines), _ = run.ranks(2, begin_all, [("probe", straight), ("probe", half)])[0]
+    for name in ("one", "four", "replicas", "hsdp", "alone"):
+        shutil.copytree(outputs / "half", outputs / name)
+    saved = stored(outputs / "half", 10)
+    two = run.ranks(2, begin_all, [("probe", straight | dict(name=n) | c) for n, c in dict(
+        half={}, replicas=dict(parallel="ddp")).items()])
+    four = run.ranks(4, begin_all, [("probe", straight | dict(name="four")),
+                                    ("probe", straight | dict(name="hsdp", shard_size=2))])
+    one = [begin_all([("probe", straight | dict(name="one", parallel="ddp", accum=2))])[0],
+           begin_all([("probe", straight | dict(name="alone", accum=2))])[0]]
+    for n, (begun, after) in enumerate([*two[0], *two[1], *one, *four[0], *four[3]]):
+        begun = {k: v for k, v in begun.items() if not k.startswith("teacher.")}
+        assert differing(begun, saved) == []
+        if n < 6:                                       # two slices: the same draws as the straight run's
+            assert max(apart(lines, after, ("loss", "fit", "dsm", "norm", "val"))) < 1e-4
+    a, b = (ckpt.load_checkpoint(ckpt.path(outputs / n / "checkpoints", 20)) for n in ("straight", "half"))
+    assert a["counts"] == b["counts"]
+    assert differing(stored(outputs / "straight", 20), stored(outputs / "half", 20)) == []
+    run.assert_alike(lines, two[0][0][1])
+    # the averages, and the pictures of the first of them, are those of one process
+    train_all([("probe", EMAS | dict(name="plain", accum=2))])
+    ours, plain = stored(outputs / "half", 20), stored(outputs / "plain", 20)
+    for key in (k for k in plain if k.startswith("ema")):
+        torch.testing.assert_close(ours[key], plain[key], rtol=1e-6, atol=1e-6)
+    for it in range(0, 21, 5):
+        a, b = (np.asarray(Image.open(outputs / n / f"samples/{it:07d}.png"), int) for n in ("half", "plain"))
+        assert a.shape == b.shape and abs(a - b).max() <= 1
+    # back from replicas to shards
+    again = begin_all([("probe", straight | dict(name="one", max_iter=21, parallel="ddp", accum=2))])
+    begun = run.ranks(2, begin_all, [("probe", straight | dict(name="one", max_iter=22))])[0][0][0]
+    begun = {k: v for k, v in begun.items() if not k.startswith("teacher.")}
+    assert again and differing(begun, stored(outputs / "one", 21)) == []
+
+# ---- damage
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """Folder of checkpoints 2, 4, 6 of a run on two ranks."""
+    root = tmp_path_factory.mktemp("sharded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEWSTEP_OUTPUT_ROOT", str(root))
+        run.teacher("toy:tiny")
+        run.ranks(2, train_all, [("dmd2", dict(FSDP, name="dmd2", max_iter=6, save_every=2))])
+    return root / "fewstep/tests/dmd2/checkpoints"
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+STUDENT = "0000006.student_model/rank_00001.pth"
+DAMAGE = {                                              # what is done to the newest: (what is said, what is found)
+    "truncated shard": (lambda at: cut(at / STUDENT), "rank_00001.pth cannot be read", 4),
+    "truncated record": (lambda at: cut(at / "0000006.pth"), "0000006.pth cannot be read", 4),
+    "one flipped byte": (lambda at: flip(at / "0000006.fake_optim/rank_00000.pth"), "is damaged", 4),
+    "a flipped byte of the record": (lambda at: flip(at / "0000006.pth"), "0000006.pth", 4),
+    "missing shard": (lambda at: (at / STUDENT).unlink(), "rank_00001.pth does not exist", 4),
+    "missing folder": (lambda at: shutil.rmtree(at / "0000006.ema_model"), "00000.pth does not exist", 4),
+    "empty record": (lambda at: (at / "0000006.pth").write_bytes(b""), "0000006.pth cannot be read", 4),
+    "renamed record": (lambda at: shutil.copy(at / "0000004.pth", at / "0000006.pth"), "renamed", 4),
+    "shard of another save": (lambda at: shutil.copy(at / STUDENT.replace("6.", "4."), at / STUDENT),
+                              "is not of the same save as 0000006.pth", 4),
+    "missing record": (lambda at: (at / "0000006.pth").unlink(), "", 4),
+    "stray directory": (lambda at: (at / "0000008.pth").mkdir(), "0000008.pth", 6),
+    "other names": (lambda at: [shutil.copy(at / "0000004.pth", at / name) for name in (
+        "10000000.pth", "latest.pth", ".0000009.pth.1.tmp", "0000009.pth.tmp", "000007.pth")], "", 6)}
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_newest_whole_checkpoint_is_found_and_a_bad_one_named(kind, sharded, tmp_path):
+    harm, words, found = DAMAGE[kind]
+    shutil.copytree(sharded, tmp_path / "at")
+    before, said = stored(sharded.parent, found), []
+    harm(tmp_path / "at")
+    it, state = ckpt.newest(tmp_path / "at", said.append)
+    assert it == found and len(said) == bool(words) and all(words in s for s in said), said
+    (tmp_path / "at").rename(tmp_path / "checkpoints")
+    assert differing(before, stored(tmp_path, found)) == []
+
+def test_nothing_starts_silently_from_0(sharded, tmp_path, outputs, capsys):
+    shutil.copytree(sharded.parent, outputs / "dmd2")
+    at = outputs / "dmd2" / "checkpoints"
+    for n in (2, 4, 6):
+        flip(at / f"{n:07d}.student_model/rank_00000.pth")
+    changes = dict(name="dmd2", max_iter=8, teacher=setup("dmd2")[1]["teacher"])
+    assert "no checkpoint in" in refused(run.run, *setup("dmd2", **changes, resume="force"))
+    assert capsys.readouterr().out.count("WARNING") == 3
+    for n in (2, 4, 6):
+        (at / f"{n:07d}.pth").unlink()
+    run.run(*setup("dmd2", **changes | dict(max_iter=2)))
+    assert "0000006.* is of a save that did not finish; it is not used" in capsys.readouterr().out
+
+# ---- kills
+def killed(todo, draw, folder):
+    """Starts a run on two ranks and kills both at some moment, not quite together."""
+    folder.mkdir()
+    processes = run.start(2, folder, train_all, todo)
+    time.sleep(draw.uniform(0.5, 3.5))
+    assert os.listdir(folder) in ([], ["store0"])       # no rank has an answer, so none had an error
+    for process in draw.sample(processes, 2):
+        with contextlib.suppress(ProcessLookupError):   # one that has lost the other may be gone
+            os.kill(process.pid, signal.SIGKILL)
+        time.sleep(draw.choice((0, 0.001, 0.05)))
+    for process in processes:
+        process.join()
+
+@pytest.mark.parametrize("in_background, kills", [
+    (False, 4), pytest.param(False, 30, marks=pytest.mark.slow), pytest.param(True, 30, marks=pytest.mark.slow)])
+def test_sigkill_loses_no_checkpoint_but_the_one_being_written(in_background, kills, tmp_path, outputs):
+    """A sharded run that saves every iteration. In the end it is bit for bit what a run without kills is."""
+    changes = dict(FSDP, name="killed", max_iter=100000, save_every=1, keep_last=4, async_save=in_background)
+    setup("dmd2")
+    draw, at, moved = random.Random(0), 0, 0
+    for n in range(kills):
+        killed([("dmd2", changes)], draw, tmp_path / f"{n}")
+        it, state = ckpt.newest(outputs / "killed/checkpoints", lambda text: pytest.fail(text))
+        assert (it or 0) >= at
+        at, moved = it or 0, moved + ((it or 0) > at)
+    print(f"{kills} kills, {moved} of them after a save; at iteration {at}")
+    assert moved
+    last = dict(changes, max_iter=100000, stop_at=at + 3)
+    run.ranks(2, train_all, [("dmd2", last), ("dmd2", dict(last, name="plain", save_every=0))])
+    ours, plain = (stored(outputs / n, at + 3) for n in ("killed", "plain"))
+    assert differing(ours, plain) == []
+    names = os.listdir(outputs / "killed/checkpoints")
+    assert {int(n[:7]) for n in names} == {at, at + 1, at + 2, at + 3}, names
+
+def test_export_writes_a_checkpoint_and_an_entry_of_it_into_one_file(sharded, tmp_path, outputs):
+    (outputs / "dmd2/checkpoints").mkdir(parents=True)
+    record, weights = outputs / "dmd2/checkpoints/0000004.pth", tmp_path / "ema.safetensors"
+    export.main([f"{sharded / record.name}", str(record)])
+    assert os.listdir(record.parent) == ["0000004.pth"]
+    assert differing(stored(sharded.parent, 4), stored(outputs / "dmd2", 4)) == []
+    for source, file in ((sharded.parent, weights), (sharded.parent, tmp_path / "ema.pth")):
+        export.main([f"{source}#ema", str(file)])
+        ema = ckpt.load_checkpoint(sharded / "0000006.pth")["emas"]["ema"]
+        assert differing(ckpt.load(file), dict(ema)) == []
+    for entry, out, words in (("#ema", str(weights), "exists"), ("", "x.pth", "0000006.pth"),
+                              ("#no", "x.pth", "no entry no"), ("", "x.txt", ".pth")):
+        assert words in refused(export.main, [f"{sharded.parent}{entry}", out])
+    shutil.copy(sharded.parent / "method.py", outputs / "dmd2")         # replicas on one rank go on from it
+    changes = dict(name="dmd2", max_iter=6, save_every=2, accum=2, teacher=setup("dmd2")[1]["teacher"])
+    run.run(*setup("dmd2", **changes, resume="force"))
+    ours, theirs = (stored(f, 6) for f in (outputs / "dmd2", sharded.parent))
+    for key in (k for k in theirs if k.startswith("ema")):
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-6)
