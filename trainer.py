@@ -362,6 +362,7 @@ def train(method, cfg, changed=(), dry_run=False):
             opt.zero_grad(set_to_none=True)
             done = it + 1
             if 0 < cfg["max_skipped"] <= skipped[phase]:
+                checkpoint(done, wait=True)
                 raise BadInput(f"the gradient was not finite {skipped[phase]} times in a row, last at it "
                                f"{it}, phase {phase!r} ({why}); --amp \"\" runs in float32, a lower "
                                f"--lr or --clip may help")

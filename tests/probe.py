@@ -3,8 +3,9 @@ net with gradients through it, a JVP, alternating phases, a replicated head in a
 import torch
 
 import common
+import shard
 
-config = dict(net="toy:tiny", batch_size=12, lr=1e-3, update_ratio=1, optimizer="adamw", teacher="")
+config = dict(net="toy:tiny", batch_size=12, lr=1e-3, update_ratio=1, optimizer="adamw", teacher="", bare=False)
 
 class Head(torch.nn.Module):
     optional = ()
@@ -22,7 +23,12 @@ class Head(torch.nn.Module):
 def build(cfg):
     student, fake, teacher = (common.make_net(cfg["net"], label_dim=cfg["classes"]) for _ in range(3))
     teacher.eval().requires_grad_(False)
-    return dict(student=student, fake=fake, teacher=teacher, head=Head(student.dim))
+    nets = dict(student=student, fake=fake, teacher=teacher, head=Head(student.dim))
+    if cfg["bare"]:                                     # no named units: by size, with a small idea of big
+        shard.LEAST = 2000
+        for net in student, fake, teacher:
+            net.blocks = []
+    return nets
 
 def init(cfg):
     return dict(teacher=cfg["teacher"], fake="teacher", student="fake") if cfg["teacher"] else {}

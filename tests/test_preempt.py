@@ -140,12 +140,14 @@ def newest(folder):
     return max(ckpt.scan(folder / "checkpoints"), default=0)
 
 def state(folder, it):
-    return ckpt.load(ckpt.path(folder / "checkpoints", it))
+    """A checkpoint with all its shards read."""
+    content = ckpt.load_checkpoint(ckpt.path(folder / "checkpoints", it))
+    return content | {kind: {n: dict(held) for n, held in content[kind].items()} for kind in ckpt.KINDS}
 
 def whole(folder):
     """Iterations of the checkpoints, after a look that each is whole and nothing else is there."""
     found = ckpt.scan(folder / "checkpoints")
-    assert sorted(os.listdir(folder / "checkpoints")) == [f"{n:07d}.pth" for n in found]
+    assert {name.partition(".")[0] for name in os.listdir(folder / "checkpoints")} == {f"{n:07d}" for n in found}
     assert all(state(folder, n)["it"] == n for n in found)
     return found
 
@@ -197,14 +199,16 @@ def stub_scontrol(folder):
 def to_launcher(number):
     return lambda launcher, workers: [(launcher, number)]
 
+SHARDED = ("--parallel=fsdp", "--save_every=1", "--keep_last=3")    # so that a signal mostly meets a save
+
 @pytest.mark.parametrize("signals, launcher_exit, args", [      # signals: (process id, number), 3 ms apart
     pytest.param(to_launcher(USR1), -USR1, (), id="SIGUSR1 to the launcher"),
-    pytest.param(lambda launcher, workers: [(workers[1], number) for number in (USR1, USR1, TERM)], 0, (),
+    pytest.param(lambda launcher, workers: [(workers[1], number) for number in (USR1, USR1, TERM)], 0, SHARDED,
                  id="three signals within 10 ms to one worker"),
     pytest.param(lambda launcher, workers: [(pid, USR1) for pid in (launcher, *workers.values())],
                  -USR1, ("--workers=0",), id="SIGUSR1 to every process of the tree"),
     pytest.param(to_launcher(TERM), 1, (), id="SIGTERM to the launcher"),
-    pytest.param(to_launcher(KILL), -KILL, (), id="SIGKILL to the launcher"),
+    pytest.param(to_launcher(KILL), -KILL, (*SHARDED, "--async_save=true"), id="SIGKILL to the launcher"),
     pytest.param(to_launcher(TERM), 1, ("--val_batches=1000000",), id="SIGTERM in an endless validation"),
 ])
 def test_a_signal_under_torchrun_stops_all_ranks_at_one_whole_checkpoint(

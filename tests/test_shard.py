@@ -1,8 +1,10 @@
 """FSDP2 on CPUs: sharded runs compute what one process computes; what they save continues on any ranks."""
 import contextlib
+import copy
 import itertools
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -15,9 +17,11 @@ from PIL import Image
 
 import ckpt
 import common
+import files
 import fill
 import logs
 import run
+import sample
 import shard
 import train
 import trainer
@@ -36,22 +40,23 @@ def setup(which, **changes):
     """(method, config) of a method, or of the probe, on the toy net with a teacher: 20 iterations."""
     method = train.load_method(PROBE if which == "probe" else trainer.ROOT / "methods" / f"{which}.py")
     cfg = train.resolve(method, [])[0] | run.TINY | run.EXTRA.get(which, {}) | dict(
-        teacher=run.teacher("toy:tiny"), batch_size=12, max_iter=20, warmup=3)
-    return method, cfg | changes
+        batch_size=12, max_iter=20, warmup=3) | changes
+    return method, cfg | dict(teacher=changes.get("teacher") or run.teacher("toy:tiny"))
 
 def train_all(todo):
     """Of every (method, changes) the lines of its metrics."""
     return [run.run(*setup(which, **changes)).lines for which, changes in todo]
 
 def named(which, mode, world=2):
-    return which, FSDP | dict(name=f"{which}_{mode}_{world}") | MODES.get(mode, dict(shard_size=2))
+    modes = MODES | dict(hsdp=dict(shard_size=2), bare=dict(bare=True))
+    return which, FSDP | dict(name=f"{which}_{mode}_{world}") | modes[mode]
 
 def apart(ours, others, keys):
     """Largest relative difference of these values, per line."""
     assert len(ours) == len(others) and all(set(a) == set(b) for a, b in zip(ours, others))
     return [max(abs(a[k] - b[k]) / abs(a[k]) for k in a if k.startswith(keys)) for a, b in zip(ours, others)]
 
-FAST = [("sft", "sharded"), ("dmd2", "accum3"), ("probe", "sharded"), ("probe", "keep"), ("probe", "all")]
+FAST = [("sft", "sharded"), ("dmd2", "accum3"), ("probe", "sharded"), ("probe", "keep"), ("probe", "all"), ("probe", "bare")]
 ALL = [*itertools.product(("sft", "dmd2", "probe"), MODES)]
 HSDP = [("dmd2", "hsdp")], [(which, mode) for which in ("sft", "dmd2", "probe") for mode in ("hsdp", "accum3")]
 
@@ -92,6 +97,14 @@ def test_bf16_gathers_and_computes_in_bf16_and_leaves_t_exact(which):
     near, far = max(apart(one, ours, keys)), max(apart(exact, ours, keys))
     print(f"{which} in bf16, sharded against one process: {near:.1e}, against float32: {far:.1e}")
     assert near < 2e-2 and far > 1e-4
+
+def test_units_are_named_or_the_smallest_big_parts_or_none():
+    layer = lambda: torch.nn.Sequential(torch.nn.Linear(1000, 1200), torch.nn.Linear(1200, 1000))
+    big = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.ModuleList([layer(), layer()]), torch.nn.Linear(9, 9))
+    name = {m: n for n, m in big.named_modules()}
+    assert [name[m] for m in shard.units(big)] == ["1.0.0", "1.0.1", "1.1.0", "1.1.1"]
+    big.blocks = ["1.1", "2"]
+    assert [name[m] for m in shard.units(big)] == big.blocks and shard.units(big[0]) == []
 
 # ---- resume
 def held(nets, emas, opts, names, device):
@@ -225,11 +238,11 @@ def test_nothing_starts_silently_from_0(sharded, tmp_path, outputs, capsys):
     assert "0000006.* is of a save that did not finish; it is not used" in capsys.readouterr().out
 
 # ---- kills
-def killed(todo, draw, folder):
+def killed(todo, draw, folder, longest):
     """Starts a run on two ranks and kills both at some moment, not quite together."""
     folder.mkdir()
     processes = run.start(2, folder, train_all, todo)
-    time.sleep(draw.uniform(0.5, 3.5))
+    time.sleep(draw.uniform(0.5, longest))
     assert os.listdir(folder) in ([], ["store0"])       # no rank has an answer, so none had an error
     for process in draw.sample(processes, 2):
         with contextlib.suppress(ProcessLookupError):   # one that has lost the other may be gone
@@ -238,25 +251,42 @@ def killed(todo, draw, folder):
     for process in processes:
         process.join()
 
-@pytest.mark.parametrize("in_background, kills", [
-    (False, 4), pytest.param(False, 30, marks=pytest.mark.slow), pytest.param(True, 30, marks=pytest.mark.slow)])
-def test_sigkill_loses_no_checkpoint_but_the_one_being_written(in_background, kills, tmp_path, outputs):
+@pytest.fixture
+def root(request, outputs, monkeypatch):
+    """Where the runs lie: on the disk, or in a bucket of a real S3 server."""
+    if request.param == "disk":
+        yield outputs
+        return
+    s3, boto3 = pytest.importorskip("s3"), pytest.importorskip("boto3")
+    with s3.server() as wire:
+        for key, value in (s3.ENV | dict(AWS_ENDPOINT_URL=f"http://127.0.0.1:{wire.port}")).items():
+            monkeypatch.setenv(key, value)
+        boto3.resource("s3", region_name="us-east-1").create_bucket(Bucket="runs")
+        run.teacher("toy:tiny")
+        monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", "s3://runs/all")
+        yield files.place("s3://runs/all/fewstep/tests")
+
+@pytest.mark.parametrize("root, in_background, kills", [("disk", False, 4), *(
+    pytest.param(*case, 30, marks=pytest.mark.slow)
+    for case in (("disk", False), ("disk", True), ("store", False), ("store", True)))], indirect=["root"])
+def test_sigkill_loses_no_checkpoint_but_the_one_being_written(root, in_background, kills, tmp_path):
     """A sharded run that saves every iteration. In the end it is bit for bit what a run without kills is."""
-    changes = dict(FSDP, name="killed", max_iter=100000, save_every=1, keep_last=4, async_save=in_background)
-    setup("dmd2")
+    teacher = run.teacher("toy:tiny") if isinstance(root, Path) else f"{tmp_path}/outputs/teachers/toy:tiny.pth"
+    changes = dict(FSDP, name="killed", teacher=teacher, max_iter=100000, save_every=1, keep_last=4,
+                   async_save=in_background)
     draw, at, moved = random.Random(0), 0, 0
     for n in range(kills):
-        killed([("dmd2", changes)], draw, tmp_path / f"{n}")
-        it, state = ckpt.newest(outputs / "killed/checkpoints", lambda text: pytest.fail(text))
-        assert (it or 0) >= at
-        at, moved = it or 0, moved + ((it or 0) > at)
+        killed([("dmd2", changes)], draw, tmp_path / f"{n}", 3.5 if isinstance(root, Path) else 9)
+        it = ckpt.newest(root / "killed/checkpoints", lambda text: pytest.fail(text))[0] or 0
+        assert it >= at
+        at, moved = it, moved + (it > at)
     print(f"{kills} kills, {moved} of them after a save; at iteration {at}")
     assert moved
-    last = dict(changes, max_iter=100000, stop_at=at + 3)
+    last = dict(changes, stop_at=at + 3)
     run.ranks(2, train_all, [("dmd2", last), ("dmd2", dict(last, name="plain", save_every=0))])
-    ours, plain = (stored(outputs / n, at + 3) for n in ("killed", "plain"))
+    ours, plain = (stored(root / n, at + 3) for n in ("killed", "plain"))
     assert differing(ours, plain) == []
-    names = os.listdir(outputs / "killed/checkpoints")
+    names = files.names(root / "killed/checkpoints")
     assert {int(n[:7]) for n in names} == {at, at + 1, at + 2, at + 3}, names
 
 def test_export_writes_a_checkpoint_and_an_entry_of_it_into_one_file(sharded, tmp_path, outputs):
@@ -275,6 +305,42 @@ def test_export_writes_a_checkpoint_and_an_entry_of_it_into_one_file(sharded, tm
     shutil.copy(sharded.parent / "method.py", outputs / "dmd2")         # replicas on one rank go on from it
     changes = dict(name="dmd2", max_iter=6, save_every=2, accum=2, teacher=setup("dmd2")[1]["teacher"])
     run.run(*setup("dmd2", **changes, resume="force"))
+    net = sample.load_net(sample.load_run(sharded.parent), "ema", torch.device("cpu"))
+    begun = run.ranks(2, begin_all, [("dmd2", FSDP | dict(name="pupil", teacher=f"{sharded.parent}#ema", max_iter=1))])
+    begun = {k[8:]: v for k, v in begun[1][0][0].items() if k.startswith("teacher.")}
+    assert differing(dict(net.state_dict()), dict(ema)) == [] == differing(begun, dict(ema))
     ours, theirs = (stored(f, 6) for f in (outputs / "dmd2", sharded.parent))
     for key in (k for k in theirs if k.startswith("ema")):
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-6)
+
+# ---- memory
+BIG = "toy:tiny,dim=1536,depth=10,heads=8"              # 206 M parameters
+
+def write_big(file):
+    with torch.device("meta"):
+        net = common.make_net(BIG, label_dim=10)
+    whole = copy.deepcopy(net).to_empty(device="cpu")
+    fill.draw(whole, net, "teacher", 1)
+    ckpt.save(file, whole.state_dict())
+
+def peaks(changes):
+    """Peak host memory of this process in GB: when the nets are filled, after a student update."""
+    found, describe = [], logs.describe
+    peak = lambda: found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs, "describe", lambda *args: (peak(), describe(*args))[1])
+        patch.setattr(ckpt.Saver, "save", lambda *args: peak())
+        method, cfg = setup("dmd2", net=BIG, gan_weight=0.0, max_iter=1, batch_size=2, ema=(), **changes)
+        method.phase = lambda it, cfg: "student"
+        trainer.train(method, cfg)
+    return found
+
+@pytest.mark.slow
+def test_no_rank_holds_the_nets_whole(tmp_path):
+    """Student, teacher and fake score from one file, then an update: 0.7 of what one process needs."""
+    run.ranks(1, write_big, tmp_path / "big.pth")
+    teacher = dict(teacher=str(tmp_path / "big.pth"))
+    one, = run.ranks(1, peaks, dict(teacher, name="one"))
+    two = run.ranks(2, peaks, dict(FSDP, **teacher, name="two"))
+    print("GB, filled and after an update: one process", one, "two ranks", two)
+    assert all(a < 0.7 * b for each in two for a, b in zip(each, one, strict=True))

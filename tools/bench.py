@@ -2,7 +2,8 @@
 
     python tools/bench.py methods/dmd2.py [--net edm:digits --key value ...] [--blocks 20] [--iters 5]
     python tools/bench.py methods/dmd2.py --startup    from process start to the end of the first iteration
-    python tools/bench.py --overhead                   clipping, guard and EMA of 400 tensors; device syncs
+    python tools/bench.py --overhead [400]             clipping, guard and EMA of 400 tensors; device syncs
+    torchrun --nproc_per_node 2 tools/bench.py --overhead 2     almost none: the loop, its log and its flags
 
 The first form runs trainer.train itself and reads the clock in the calls that a method gets anyway. Blocks
 of --iters iterations of one phase alternate with as many runs of the bare passes of that phase: calls of the
@@ -193,6 +194,8 @@ def row(name, values):
 
 def show(method, cfg, passes):
     clocked = Clocked(method, cfg, passes)
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")
     print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks",
           f"of {cfg['iters']}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough):
@@ -209,8 +212,8 @@ def show(method, cfg, passes):
     print(f"peak memory {logs.memory_gb(clocked.batch['x0'].device) * 1024:.0f} MB")
 
 
-def overhead(blocks=20, iters=5):
-    """A method of 400 tensors without work; for its passes the loops that trainer.py does without."""
+def overhead(tensors=400, blocks=20, iters=5):
+    """A method of small tensors without work; for its passes the loops that trainer.py does without."""
     def loops(nets, batch):
         params = copy.deepcopy(list(nets["student"].parameters()))
         pairs = list(zip(copy.deepcopy(params), params))
@@ -225,10 +228,10 @@ def overhead(blocks=20, iters=5):
     many = type("Many", (torch.nn.Sequential,), dict(x_shape=(1, 8, 8)))
     method = SimpleNamespace(
         path=Path(__file__), source=b"", sample=None, phase=lambda it, cfg: "student",
-        build=lambda cfg: dict(student=many(*(torch.nn.Linear(8, 8) for _ in range(200)))),
+        build=lambda cfg: dict(student=many(*(torch.nn.Linear(8, 8) for _ in range(tensors // 2)))),
         optimizers=lambda nets, cfg: dict(student=common.optimizer(nets["student"].parameters())),
         step=lambda nets, *_: (sum(p.sum() for p in nets["student"].parameters()), {}))
-    cfg = dict(net="of 400 small tensors", group="bench", name="bench", blocks=blocks, iters=iters)
+    cfg = dict(net=f"of {tensors} small tensors", group="bench", name="bench", blocks=blocks, iters=iters)
     show(method, trainer.defaults | cfg, loops)
 
 
@@ -255,8 +258,8 @@ def startup(command, runs=3):
 
 
 def main(argv):
-    if argv == ["--overhead"]:
-        return overhead()
+    if argv[:1] == ["--overhead"]:
+        return overhead(*(int(common.number("--overhead", n, 2, 10 ** 5)) for n in argv[1:2]))
     if not argv or argv[0].startswith("-"):
         return print(__doc__)
     if "--startup" in argv:
