@@ -180,7 +180,13 @@ def net_lines(nets, trainable):
 
 def batch_text(cfg, world):
     each = cfg["batch_size"] // (world * cfg["accum"])
-    return f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks"
+    shards = f", nets sharded over {shared_by(cfg, world)}" if cfg["parallel"] == "fsdp" else ""
+    return f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks{shards}"
+
+
+def shared_by(cfg, world):
+    """Ranks that hold the nets between them."""
+    return (cfg["shard_size"] or world) if cfg["parallel"] == "fsdp" else 1
 
 
 def data_line(cfg, dataset, net):
@@ -211,7 +217,7 @@ def show_plan(method, cfg, changed, nets, trainable, world, folder):
     total = sum(p.numel() for net in nets.values() for p in net.parameters())
     train = sum(p.numel() for net in nets.values() for p in net.parameters() if p.requires_grad)
     student = sum(p.numel() for p in nets["student"].parameters())
-    gb = 4 * (total + 3 * train + student * len(cfg["ema"])) / 2 ** 30
+    gb = 4 * (total + 3 * train + student * len(cfg["ema"])) / 2 ** 30 / shared_by(cfg, world)
     print("\n".join([
         *config_lines(cfg, changed), *net_lines(nets, trainable),
         f"{batch_text(cfg, world)}; {cfg['max_iter']} iterations = "

@@ -1,6 +1,7 @@
 """FSDP2 on CPUs: sharded runs compute what one process computes; what they save continues on any ranks."""
 import contextlib
 import copy
+import importlib
 import itertools
 import os
 import random
@@ -265,6 +266,7 @@ def root(request, outputs, monkeypatch):
         run.teacher("toy:tiny")
         monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", "s3://runs/all")
         yield files.place("s3://runs/all/fewstep/tests")
+        importlib.import_module("s3fs").S3FileSystem.clear_instance_cache()
 
 @pytest.mark.parametrize("root, in_background, kills", [("disk", False, 4), *(
     pytest.param(*case, 30, marks=pytest.mark.slow)
