@@ -50,6 +50,10 @@ def unfinished(folder):
     return sorted(found - set(scan(folder)))
 
 
+class Damaged(BadInput):
+    """What a checkpoint holds is not what was written; nothing that may pass, as a disk that does not answer."""
+
+
 # ---- shards ------------------------------------------------------------------------------------------------
 
 class Shards(Mapping):
@@ -66,7 +70,7 @@ class Shards(Mapping):
             file = self.folder / f"rank_{at:05d}.pth"
             content = load(file)
             if content.get("stamp") != self.stamp or set(content.get("rows", ())) != set(self.index):
-                raise BadInput(f"{file} is not of the same save as {self.folder.name[:7]}.pth")
+                raise Damaged(f"{file} is not of the same save as {self.folder.name[:7]}.pth")
             self.opened[at] = content["rows"]
         return self.opened[at]
 
@@ -160,6 +164,13 @@ def prune(folder, keep_last, done):
             files.remove(folder / name)
 
 
+def clear(folder, it):
+    """Delete the shards of an iteration that has no N.pth."""
+    for name in files.names(folder):
+        if name.startswith(f"{it:07d}.") and not name.endswith(".pth"):
+            files.remove(folder / name)
+
+
 class Saver:
     """Writes the checkpoints of a run; every rank calls its methods alike, in the same iterations. In the
     background: what is saved is first copied to host memory, then written by a thread, without collectives;
@@ -182,6 +193,10 @@ class Saver:
         try:
             if self.count or self.rank == 0:
                 self.record, parts = split(content(), self.count, stamp)
+            if not self.writes:
+                parts = {}
+            if self.rank:
+                self.record = dict(shards=dict(stamp=stamp))
             if background:
                 self.record, parts = snapshot(self.record), snapshot(parts)
         except BadInput as e:
@@ -220,9 +235,12 @@ class Saver:
                 self.thread.join()
             error = next(filter(None, everyone(self.error, self.gloo)), None)
             record, it, self.it, self.thread, self.record, self.error = self.record, self.it, *[None] * 4
-            if error:
-                raise BadInput(error)
-            on_rank0(lambda: self.commit(it, record), self.gloo)
+            if error is None:
+                return on_rank0(lambda: self.commit(it, record), self.gloo)
+            if self.rank == 0:                          # a full disk need not stay full
+                with contextlib.suppress(BadInput):
+                    clear(self.folder, it)
+            raise BadInput(error)
 
     def commit(self, it, record):
         if self.count:
@@ -266,19 +284,25 @@ def load(file, name=None):
                 with zipfile.ZipFile(here) as z:
                     damaged = z.testzip()             # torch.load itself would load a flipped byte in silence
             if damaged:
-                raise BadInput(f"{name} is damaged (wrong checksum in {damaged}); use another copy of it")
+                raise Damaged(f"{name} is damaged (wrong checksum in {damaged}); use another copy of it")
             whole_files.add(key)
             big = stat.st_size > 2 ** 28              # mapped: not all in memory, but nobody may write there
             content = torch.load(str(here), map_location="cpu", weights_only=True, mmap=big)
         if not isinstance(content, dict):
-            raise BadInput(f"{name} holds a {type(content).__name__}, no dict of weights by name")
+            raise Damaged(f"{name} holds a {type(content).__name__}, no dict of weights by name")
         return content
-    except FileNotFoundError:
-        raise BadInput(f"{name} does not exist") from None
-    except BadInput:
-        raise
+    except (BadInput, OSError, MemoryError) as e:
+        if isinstance(e, Damaged):
+            raise
+        if isinstance(e, FileNotFoundError) or not files.exists(file):
+            raise Damaged(f"{name} does not exist") from None
+        if isinstance(e, IsADirectoryError):
+            raise Damaged(f"{name} is a folder, no file of weights") from None
+        if isinstance(e, BadInput):
+            raise
+        raise BadInput(f"could not read {name} ({type(e).__name__}: {e}); try again") from e
     except Exception as e:                              # truncated archives raise half a dozen types
-        raise BadInput(f"{name} cannot be read as weights ({str(e).splitlines()[0]}); "
+        raise Damaged(f"{name} cannot be read as weights ({str(e).splitlines()[0]}); "
                        f"is it whole, and a .pth or .safetensors file of tensors?") from e
 
 
@@ -286,36 +310,48 @@ def load_checkpoint(file):
     """A training checkpoint, its shards as mappings that read when asked."""
     state = load(file)
     if state.get("format") != FORMAT or not isinstance(state.get("it"), int):
-        raise BadInput(f"{file} is no training checkpoint of this version")
+        raise Damaged(f"{file} is no training checkpoint of this version")
     return whole(state, file)
 
 
 def newest(folder, say, group=None):
-    """(it, state) of the newest checkpoint that is whole, or (None, None); `say` names each that is not.
+    """(it, state) of the newest checkpoint that is whole, or (None, None); `say` names each that is damaged;
+    one that cannot be read for another reason is a BadInput: what is newer must not be written over.
     Every rank of the gloo group calls it; rank 0 has the tensors of N.pth, every rank those of shards."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
-    for it in from_rank0(sorted(scan(folder), reverse=True) if rank == 0 else None, group):
-        state = error = None
+    def problem(check):
+        """(may it pass?, sentence) of the first rank on which check() raises, or None; on every rank."""
+        found = None
         try:
+            check()
+        except BadInput as e:
+            found = not isinstance(e, Damaged), str(e)
+        return max(filter(None, everyone(found, group)), default=None)
+
+    for it in from_rank0(sorted(scan(folder), reverse=True) if rank == 0 else None, group):
+        state = None
+
+        def record():
+            nonlocal state
             if rank == 0:
                 state = load_checkpoint(path(folder, it))
                 if state["it"] != it:
-                    raise BadInput(f"{path(folder, it)} is that of iteration {state['it']}, renamed")
-        except BadInput as e:
-            error = str(e)
-        error = from_rank0(error, group)
+                    raise Damaged(f"{path(folder, it)} is that of iteration {state['it']}, renamed")
+
+        def rows():
+            for held in (h for kind in KINDS for h in state[kind].values() if isinstance(h, Shards)):
+                for at in range(rank, held.count, ranks):
+                    held.file(at)
+
+        error = problem(record)
         if error is None:
             state = shared(state, group)
-            try:
-                for held in (h for kind in KINDS for h in state[kind].values() if isinstance(h, Shards)):
-                    for at in range(rank, held.count, ranks):
-                        held.file(at)
-            except BadInput as e:
-                error = str(e)
-            error = next(filter(None, everyone(error, group)), None)
+            error = problem(rows)
         if error is None:
             return it, state
-        say(f"WARNING: {error}; falling back to the checkpoint before it")
+        if error[0]:
+            raise BadInput(error[1])
+        say(f"WARNING: {error[1]}; falling back to the checkpoint before it")
     return None, None
 
 

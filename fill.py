@@ -5,6 +5,7 @@ reads files and sends tensor by tensor, every rank keeps its rows; of a sharded 
 own rows. So no rank holds more than its shards, one tensor, and, rank 0, the file (mapped, not read at once).
 """
 import math
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -135,8 +136,8 @@ def spread(read, spec, device):
 @torch.no_grad()
 def take(own, held, key, device):
     """A saved tensor into `own`, which may be sharded."""
-    if key in getattr(held, "index", ()):
-        shard.local(own).copy_(held.rows(key, *(shard.rows(own) or (0, len(own)))))
+    if key in getattr(held, "index", ()) and shard.sharded(own):
+        shard.local(own).copy_(held.rows(key, *shard.rows(own)))
     else:
         shard.put(own, spread(lambda: held[key], ckpt.spec(held, key), device))
 
@@ -158,6 +159,14 @@ def saved_keys(net, trainable):
     """Keys of a net in a checkpoint: trainable parameters and buffers; frozen ones come from their source."""
     parameters = {k for k, _ in net.named_parameters()}
     return [k for k in net.state_dict() if k in trainable or k not in parameters]
+
+
+def uneven_buffers(nets, gloo):
+    """Names of buffers that are not the same on every rank; only rank 0's are kept."""
+    crcs = {f"{n}.{k}": zlib.crc32(b.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+            for n, net in nets.items() for k, b in net.named_buffers()}
+    everywhere = common.everyone(crcs, gloo) if crcs else []
+    return sorted({k for other in everywhere for k in crcs if other[k] != everywhere[0][k]})
 
 
 def saved_state(name, net, trainable):
@@ -191,6 +200,6 @@ def take_moments(opts, names, saved, device):
                     value = shard.like(torch.empty_like(shard.local(p), dtype=spec.dtype), p)
                     take(value, held, key, device)
                 else:
-                    value = held[key]
+                    value = spread(lambda: held[key], spec, device) if spec.dim() else held[key]
                 state.setdefault(i, {})[key.rpartition("/")[2]] = value
         opt.load_state_dict(dict(state=state, param_groups=opt.state_dict()["param_groups"]))

@@ -54,7 +54,9 @@ def units(net):
 
     def left(module):
         """Parameters below `module` that no unit holds yet."""
-        n = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(left, module.children()))
+        n = count(module)
+        if not isinstance(module, torch.nn.MultiheadAttention):         # which does not call its children
+            n = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(left, module.children()))
         if n < least or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):     # never called
             return n
         found.append(module)
@@ -101,8 +103,8 @@ def recomputed(forward):
     """`forward` with its activations thrown away and computed again in the backward pass."""
     @functools.wraps(forward)
     def run(*args, **kw):
-        if not torch.is_grad_enabled():                 # nothing to keep; also the tangent of a jvp
-            return forward(*args, **kw)
+        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return forward(*args, **kw)                 # nothing to keep; or inside a jvp, where it fails
         return checkpoint(forward, *args, use_reentrant=False, **kw)
     return run
 

@@ -95,7 +95,14 @@ def pick_device(cfg, local):
 
 def call(method, name, *args):
     """What a function of the method file returns; BadInput if that is not what the trainer can use."""
-    value, (text, kinds) = getattr(method, name)(*args), RETURNS[name]
+    text, kinds = RETURNS[name]
+    try:
+        value = getattr(method, name)(*args)
+    except RuntimeError as e:
+        if "mixed torch.Tensor and DTensor" not in str(e):
+            raise
+        raise BadInput(f"{method.path}: a net uses the weights of a module that it does not call, so they are "
+                       f"not gathered ({str(e).splitlines()[0]}); name the units to gather in net.blocks") from e
     table, wrong = value, [type(value).__name__]
     if name == "step":
         pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
@@ -120,6 +127,14 @@ def check_method(method, cfg, nets, trainable):
             raise BadInput(f"{where}: phase {phase!r} (it {it}) has no optimizer; optimizers() returns "
                            f"{', '.join(map(repr, opts)) or 'none'}")
         turns[phase] += 1
+    for name, net in nets.items():
+        first = {}
+        for key, p in net.named_parameters(remove_duplicate=False):
+            if first.setdefault(id(p), key) != key:
+                raise BadInput(f"{where}: {name}.{key} and {name}.{first[id(p)]} are one parameter; give it one "
+                               f"owner and pass it to where else it is used")
+            if p.dim() == 0 and cfg["parallel"] == "fsdp":
+                raise BadInput(f"{where}: {name}.{key} has no rows to share (shape ()); give it the shape (1,)")
     owners = Counter(id(p) for opt in opts.values() for g in opt.param_groups for p in g["params"])
     for name, net in nets.items():
         for key, p in net.named_parameters():

@@ -159,13 +159,15 @@ def train(method, cfg, changed=(), dry_run=False):
     start, state, warn = 0, None, lambda text: say(text, "warning")                               # noqa: E731
     for it in ckpt.unfinished(folder / "checkpoints") if rank == 0 else ():
         warn(f"WARNING: {folder}/checkpoints/{it:07d}.* is of a save that did not finish; it is not used")
+        if ckpt.scan(folder / "checkpoints"):
+            ckpt.clear(folder / "checkpoints", it)
     if from_rank0(on_rank0(lambda: startup.check_folder(method, cfg, folder), gloo), gloo):   # may be new
         start, state = ckpt.newest(folder / "checkpoints", warn, gloo)
         if start is None:
             raise BadInput(f"no checkpoint in {folder} can be read; remove them to start anew, or use "
                            f"--name NEW")
         on_rank0(lambda: startup.check_folder(method, cfg, folder, state, fingerprint), gloo)
-    if state or found:
+    if from_rank0(bool(state) or found, gloo):
         pins = on_rank0(lambda: pinned(state), gloo)
     sources, held = ckpt.shared(pins, gloo).values()
     if start >= cfg["max_iter"] or 0 < cfg["stop_at"] <= start:
@@ -257,6 +259,9 @@ def train(method, cfg, changed=(), dry_run=False):
         nonlocal saved
         watchdog.mark(done, "", "saving a checkpoint")
         if saved != done:
+            for name in fill.uneven_buffers(nets, gloo) if world > 1 else ():
+                warn(f"WARNING: buffer {name} is not the same on every rank, only rank 0's is kept; average what "
+                     f"it is made of with common.all_mean")
             saved = done                                # tried once, on a full disk too
             saver.save(done, lambda: content(done), wait)
         elif wait:

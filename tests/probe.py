@@ -50,7 +50,7 @@ def step(nets, batch, it, cfg):
         with torch.no_grad():
             tangents = eps, torch.ones_like(t)
             out, tangent = torch.func.jvp(lambda x, s: student(x, s, cond), (x_t, t), tangents)
-        x = student(x_t, t, cond)
+        x = torch.func.jvp(lambda x, s: student(x, s, cond), (x_t, t), tangents)[0]      # and with a graph
         again = student(common.add_noise("edm", x, eps, t / 2), t / 2, cond)
         features = fake(again, t, cond, taps=(0, 1), stop=True)["taps"]
         fit = (x - out - 0.1 * tangent / (1 + tangent.abs())).square().mean()

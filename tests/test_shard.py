@@ -106,6 +106,21 @@ def test_units_are_named_or_the_smallest_big_parts_or_none():
     assert [name[m] for m in shard.units(big)] == ["1.0.0", "1.0.1", "1.1.0", "1.1.1"]
     big.blocks = ["1.1", "2"]
     assert [name[m] for m in shard.units(big)] == big.blocks and shard.units(big[0]) == []
+    attention = torch.nn.Sequential(torch.nn.MultiheadAttention(1200, 4))       # does not call its children
+    assert shard.units(attention) == [attention[0]]
+
+def test_parameters_that_cannot_be_sharded_or_saved_are_refused():
+    def built(change, **changes):
+        method, cfg = setup("sft", **changes)
+        build = method.build
+        method.build = lambda cfg: (nets := build(cfg), change(nets["student"]))[0]
+        return refused(run.run, method, cfg)
+    def tie(net):
+        net.layers[1].up.weight = net.layers[0].up.weight
+    assert "student.layers.1.up.weight and student.layers.0.up.weight are one parameter" in built(tie)
+    def scale(net):
+        net.scale = torch.nn.Parameter(torch.ones(()))
+    assert "student.scale has no rows to share" in built(scale, **FSDP)
 
 # ---- resume
 def held(nets, emas, opts, names, device):
@@ -178,6 +193,15 @@ def test_a_sharded_run_continues_on_any_ranks_and_as_replicas(tmp_path, outputs)
     begun = {k: v for k, v in begun.items() if not k.startswith("teacher.")}
     assert again and differing(begun, stored(outputs / "one", 21)) == []
 
+def adafactor(name, world, **changes):
+    """Two parts of a run whose optimizer keeps rows and columns."""
+    method, cfg = setup("sft", name=name, lr=1e-3, accum=2 // world)
+    method.optimizers = lambda nets, cfg: dict(student=torch.optim.Adafactor(nets["student"].parameters()))
+    return [run.run(method, cfg | dict(max_iter=n)).lines for n in (4, 8)][1]
+
+def test_moments_of_any_shape_continue_on_replicas():
+    assert max(apart(adafactor("one", 1), run.ranks(2, adafactor, "two", 2)[0], ("loss", "norm"))) < 1e-4
+
 # ---- damage
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
@@ -224,6 +248,13 @@ def test_the_newest_whole_checkpoint_is_found_and_a_bad_one_named(kind, sharded,
     assert it == found and len(said) == bool(words) and all(words in s for s in said), said
     (tmp_path / "at").rename(tmp_path / "checkpoints")
     assert differing(before, stored(tmp_path, found)) == []
+
+def test_what_cannot_be_read_now_is_not_taken_for_damaged(sharded, monkeypatch):
+    def broken(file):
+        raise OSError(5, "Input/output error", str(file))
+    monkeypatch.setattr(ckpt.zipfile, "ZipFile", broken)
+    monkeypatch.setattr(ckpt, "whole_files", set())
+    assert "could not read" in refused(ckpt.newest, sharded, pytest.fail)
 
 def test_nothing_starts_silently_from_0(sharded, tmp_path, outputs, capsys):
     shutil.copytree(sharded.parent, outputs / "dmd2")

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ckpt             # noqa: E402
 import common           # noqa: E402
 import files            # noqa: E402
+import startup          # noqa: E402
 import train            # noqa: E402
 
 
@@ -25,6 +26,8 @@ def main(argv):
     out = files.place(argv[1])
     if out.suffix not in (".pth", ".safetensors"):
         raise common.BadInput(f"{out} must end in .pth or .safetensors")
+    if isinstance(out, Path):
+        startup.make_folder(out.parent, f"{out.parent} cannot be written to", "give another place")
     source = ckpt.resolve(argv[0])
     file = ckpt.find(source["file"])
     if source["entry"]:
