@@ -72,9 +72,11 @@ def wrap(net, cfg, mesh, device):
     if cfg["recompute"]:
         for module in found:
             module.forward = recomputed(module.forward)
-    if cfg["compile"]:
+    if cfg["compile"]:          # blocks share their code: a graph for each, or most would run without one
+        from torch._dynamo import config as dynamo
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 4096
         for module in found or [net]:
-            module.compile()
+            module.compile(dynamic=False)
     if mesh is not None and found:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard)
