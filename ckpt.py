@@ -68,6 +68,8 @@ class Shards(Mapping):
         save's."""
         if at not in self.opened:
             file = self.folder / f"rank_{at:05d}.pth"
+            if not files.exists(file):
+                raise Damaged(f"{file} does not exist")
             content = load(file)
             if content.get("stamp") != self.stamp or set(content.get("rows", ())) != set(self.index):
                 raise Damaged(f"{file} is not of the same save as {self.folder.name[:7]}.pth")
@@ -294,7 +296,7 @@ def load(file, name=None):
     except (BadInput, OSError, MemoryError) as e:
         if isinstance(e, Damaged):
             raise
-        if isinstance(e, FileNotFoundError) or not files.exists(file):
+        if isinstance(e, FileNotFoundError):
             raise Damaged(f"{name} does not exist") from None
         if isinstance(e, IsADirectoryError):
             raise Damaged(f"{name} is a folder, no file of weights") from None
