@@ -51,7 +51,7 @@ def unfinished(folder):
 
 
 class Damaged(BadInput):
-    """What a checkpoint holds is not what was written; nothing that may pass, as a disk that does not answer."""
+    """What a checkpoint holds is not what was written; not a disk that does not answer, which may pass."""
 
 
 # ---- shards ------------------------------------------------------------------------------------------------

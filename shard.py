@@ -28,11 +28,11 @@ LEAST = 1_000_000    # parameters of a net without named units that is worth sha
 
 
 def make_mesh(cfg, world, device, limit):
-    """None for replicas, else a mesh of all ranks, ("shard",) or ("replicate", "shard"), with this timeout."""
+    """None for replicas, else a mesh of all ranks, ("shard",) or ("replicate", "shard"), this timeout."""
     if cfg["parallel"] == "ddp":
         return None
-    if device.type == "cpu" or cfg["offload"]:          # M_MMAP_THRESHOLD, where there is glibc: else it keeps
-        with contextlib.suppress(AttributeError, OSError):      # what a reshard frees, nearly a net's size
+    if device.type == "cpu" or cfg["offload"]:          # M_MMAP_THRESHOLD, where there is glibc; it keeps
+        with contextlib.suppress(AttributeError, OSError):      # what a reshard frees, else, nearly a net
             ctypes.CDLL(None).mallopt(-3, 2 ** 20)
     size = cfg["shard_size"] or world
     shape, names = (world // size, size), ("replicate", "shard")

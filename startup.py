@@ -101,8 +101,8 @@ def call(method, name, *args):
     except RuntimeError as e:
         if "mixed torch.Tensor and DTensor" not in str(e):
             raise
-        raise BadInput(f"{method.path}: a net uses the weights of a module that it does not call, so they are "
-                       f"not gathered ({str(e).splitlines()[0]}); name the units to gather in net.blocks") from e
+        raise BadInput(f"{method.path}: a net uses the weights of a module that it does not call, so they "
+                       f"are not gathered ({str(e).splitlines()[0]}); name units in net.blocks") from e
     table, wrong = value, [type(value).__name__]
     if name == "step":
         pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
@@ -131,10 +131,10 @@ def check_method(method, cfg, nets, trainable):
         first = {}
         for key, p in net.named_parameters(remove_duplicate=False):
             if first.setdefault(id(p), key) != key:
-                raise BadInput(f"{where}: {name}.{key} and {name}.{first[id(p)]} are one parameter; give it one "
-                               f"owner and pass it to where else it is used")
+                raise BadInput(f"{where}: {name}.{key} and {name}.{first[id(p)]} are one parameter; give it "
+                               f"one owner and pass it to where else it is used")
             if p.dim() == 0 and cfg["parallel"] == "fsdp":
-                raise BadInput(f"{where}: {name}.{key} has no rows to share (shape ()); give it the shape (1,)")
+                raise BadInput(f"{where}: {name}.{key} has no rows to share (shape ()); give it shape (1,)")
     owners = Counter(id(p) for opt in opts.values() for g in opt.param_groups for p in g["params"])
     for name, net in nets.items():
         for key, p in net.named_parameters():

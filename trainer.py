@@ -260,8 +260,8 @@ def train(method, cfg, changed=(), dry_run=False):
         watchdog.mark(done, "", "saving a checkpoint")
         if saved != done:
             for name in fill.uneven_buffers(nets, gloo) if world > 1 else ():
-                warn(f"WARNING: buffer {name} is not the same on every rank, only rank 0's is kept; average what "
-                     f"it is made of with common.all_mean")
+                warn(f"WARNING: buffer {name} is not the same on every rank, only rank 0's is kept; average "
+                     f"what it is made of with common.all_mean")
             saved = done                                # tried once, on a full disk too
             saver.save(done, lambda: content(done), wait)
         elif wait:
@@ -453,7 +453,7 @@ def average_gradients(params, gloo, world):
 
 def clip(grads, limit, scaler, mesh, device):
     """Global norm as a float. Takes the loss scale out of the gradients, in place, and scales them to `limit`
-    (0 = never) if the norm is finite and above. The scaler judges by the norm, which is alike on all ranks."""
+    (0 = never) if the norm is finite and above. The scaler judges by the norm, alike on all ranks."""
     scaled, factor = shard.norm(grads, mesh, device), 1.0
     if scaler.is_enabled():
         judge = torch.zeros((), device=device)

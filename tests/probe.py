@@ -5,7 +5,8 @@ import torch
 import common
 import shard
 
-config = dict(net="toy:tiny", batch_size=12, lr=1e-3, update_ratio=1, optimizer="adamw", teacher="", bare=False)
+config = dict(net="toy:tiny", batch_size=12, lr=1e-3, update_ratio=1, optimizer="adamw", teacher="",
+              bare=False)
 
 class Head(torch.nn.Module):
     optional = ()

@@ -15,7 +15,7 @@ import yaml
 import resume
 import trainer
 from run import SERVER
-from test_preempt import (Run, command, folder_of, its, newest, nothing_left, runs, shared,         # noqa: F401
+from test_preempt import (Run, command, folder_of, its, newest, nothing_left, runs, shared,       # noqa: F401
                           stopped_well, until, whole)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the process table in /proc")

@@ -57,9 +57,9 @@ def apart(ours, others, keys):
     assert len(ours) == len(others) and all(set(a) == set(b) for a, b in zip(ours, others))
     return [max(abs(a[k] - b[k]) / abs(a[k]) for k in a if k.startswith(keys)) for a, b in zip(ours, others)]
 
-FAST = [("sft", "sharded"), ("dmd2", "accum3"), ("probe", "sharded"), ("probe", "keep"), ("probe", "all"), ("probe", "bare")]
+FAST = [("sft", "sharded"), ("dmd2", "accum3"), *(("probe", mode) for mode in ("sharded", "keep", "all", "bare"))]
 ALL = [*itertools.product(("sft", "dmd2", "probe"), MODES)]
-HSDP = [("dmd2", "hsdp")], [(which, mode) for which in ("sft", "dmd2", "probe") for mode in ("hsdp", "accum3")]
+HSDP = [("dmd2", "hsdp")], [*itertools.product(("sft", "dmd2", "probe"), ("hsdp", "accum3"))]
 
 @pytest.mark.parametrize("world, cases", [
     (2, FAST), (4, HSDP[0]), pytest.param(2, ALL, marks=pytest.mark.slow),
@@ -86,7 +86,8 @@ def times_seen(which, changes):
         lines = train_all([(which, changes)])[0]
     return lines, {t.dtype for t in seen}, sorted({v for t in seen for v in t.flatten().tolist()})
 
-@pytest.mark.parametrize("which", ["sft", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dmd2", "probe"))])
+@pytest.mark.parametrize("which", ["sft", *(
+    pytest.param(which, marks=pytest.mark.slow) for which in ("dmd2", "probe"))])
 def test_bf16_gathers_and_computes_in_bf16_and_leaves_t_exact(which):
     run.teacher("toy:tiny")
     changes = dict(name="bf16", amp="bf16")
@@ -101,7 +102,8 @@ def test_bf16_gathers_and_computes_in_bf16_and_leaves_t_exact(which):
 
 def test_units_are_named_or_the_smallest_big_parts_or_none():
     layer = lambda: torch.nn.Sequential(torch.nn.Linear(1000, 1200), torch.nn.Linear(1200, 1000))
-    big = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.ModuleList([layer(), layer()]), torch.nn.Linear(9, 9))
+    small = torch.nn.Linear(9, 9)
+    big = torch.nn.Sequential(small, torch.nn.ModuleList([layer(), layer()]), torch.nn.Linear(9, 9))
     name = {m: n for n, m in big.named_modules()}
     assert [name[m] for m in shard.units(big)] == ["1.0.0", "1.0.1", "1.1.0", "1.1.1"]
     big.blocks = ["1.1", "2"]
@@ -125,7 +127,8 @@ def test_parameters_that_cannot_be_sharded_or_saved_are_refused():
 # ---- resume
 def held(nets, emas, opts, names, device):
     """Whole tensors, by name, of what a checkpoint keeps."""
-    tensors = {f"{n}.{k}": v for n, net in [*nets.items(), *emas.items()] for k, v in net.state_dict().items()}
+    named = [*nets.items(), *emas.items()]
+    tensors = {f"{n}.{k}": v for n, net in named for k, v in net.state_dict().items()}
     for opt in opts.values():
         tensors |= fill.saved_moments(opt, names)
     return {k: shard.whole(v, device).clone() for k, v in tensors.items()}
@@ -222,7 +225,7 @@ def flip(file):
     file.write_bytes(content)
 
 STUDENT = "0000006.student_model/rank_00001.pth"
-DAMAGE = {                                              # what is done to the newest: (what is said, what is found)
+DAMAGE = {                                              # (what is done to the newest, what is said and found)
     "truncated shard": (lambda at: cut(at / STUDENT), "rank_00001.pth cannot be read", 4),
     "truncated record": (lambda at: cut(at / "0000006.pth"), "0000006.pth cannot be read", 4),
     "one flipped byte": (lambda at: flip(at / "0000006.fake_optim/rank_00000.pth"), "is damaged", 4),
@@ -304,12 +307,13 @@ def root(request, outputs, monkeypatch):
     for case in (("disk", False), ("disk", True), ("store", False), ("store", True)))], indirect=["root"])
 def test_sigkill_loses_no_checkpoint_but_the_one_being_written(root, in_background, kills, tmp_path):
     """A sharded run that saves every iteration. In the end it is bit for bit what a run without kills is."""
-    teacher = run.teacher("toy:tiny") if isinstance(root, Path) else f"{tmp_path}/outputs/teachers/toy:tiny.pth"
+    disk = isinstance(root, Path)
+    teacher = run.teacher("toy:tiny") if disk else f"{tmp_path}/outputs/teachers/toy:tiny.pth"
     changes = dict(FSDP, name="killed", teacher=teacher, max_iter=100000, save_every=1, keep_last=4,
                    async_save=in_background)
     draw, at, moved = random.Random(0), 0, 0
     for n in range(kills):
-        killed([("dmd2", changes)], draw, tmp_path / f"{n}", 3.5 if isinstance(root, Path) else 9)
+        killed([("dmd2", changes)], draw, tmp_path / f"{n}", 3.5 if disk else 9)
         it = ckpt.newest(root / "killed/checkpoints", lambda text: pytest.fail(text))[0] or 0
         assert it >= at
         at, moved = it, moved + (it > at)
@@ -339,7 +343,8 @@ def test_export_writes_a_checkpoint_and_an_entry_of_it_into_one_file(sharded, tm
     changes = dict(name="dmd2", max_iter=6, save_every=2, accum=2, teacher=setup("dmd2")[1]["teacher"])
     run.run(*setup("dmd2", **changes, resume="force"))
     net = sample.load_net(sample.load_run(sharded.parent), "ema", torch.device("cpu"))
-    begun = run.ranks(2, begin_all, [("dmd2", FSDP | dict(name="pupil", teacher=f"{sharded.parent}#ema", max_iter=1))])
+    pupil = FSDP | dict(name="pupil", teacher=f"{sharded.parent}#ema", max_iter=1)
+    begun = run.ranks(2, begin_all, [("dmd2", pupil)])
     begun = {k[8:]: v for k, v in begun[1][0][0].items() if k.startswith("teacher.")}
     assert differing(dict(net.state_dict()), dict(ema)) == [] == differing(begun, dict(ema))
     ours, theirs = (stored(f, 6) for f in (outputs / "dmd2", sharded.parent))
