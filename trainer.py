@@ -339,7 +339,7 @@ def train(method, cfg, changed=(), dry_run=False):
             if not cfg["reshard"]:
                 shard.reshard(nets.values())
             watchdog.mark(it, phase, "waiting for the other ranks")
-            average_gradients(params, gloo, world)
+            average_gradients(params, world)
             grads = [p.grad for p in params if p.grad is not None]
             norm = clip(grads, cfg["clip"], scaler, mesh, device)       # the iteration's one device sync
             watchdog.mark(it, phase, "update")
@@ -428,27 +428,30 @@ def train(method, cfg, changed=(), dry_run=False):
 
 # ---- one iteration -----------------------------------------------------------------------------------------
 
-def average_gradients(params, gloo, world):
+def average_gradients(params, world):
     """Mean over the ranks, in place, of what is not sharded (FSDP2 has averaged that). A parameter without
-    gradient on every rank keeps None (AdamW would decay it); one without on some counts as zero there.
+    gradient on every rank keeps None (AdamW would decay it); one without on some counts as zero there. Which
+    have one travels with the gradients, and is read only where one is missing.
     Matches one process on the whole batch to rounding."""
     params = [p for p in params if not shard.sharded(p)]
     if world == 1 or not params:
         return
-    has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8)
-    dist.all_reduce(has, dist.ReduceOp.MAX, group=gloo)
-    by_dtype = {}
-    for p, there in zip(params, has.tolist()):
-        if there:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
+    missing = [i for i, p in enumerate(params) if p.grad is None]
+    has = torch.ones(len(params), device=params[0].device)
+    by_dtype = {has.dtype: [has]}
+    for i in missing:
+        params[i].grad, has[i] = torch.zeros_like(params[i]), 0.0
+    for p in params:
+        by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
     for grads in by_dtype.values():
         flat = torch.cat([g.reshape(-1) for g in grads])
         dist.all_reduce(flat)
         flat /= world
         torch._foreach_copy_(grads, [f.view_as(g) for f, g in
                                      zip(flat.split([g.numel() for g in grads]), grads)])
+    for i, share in zip(missing, has[missing].tolist() if missing else ()):
+        if not share:
+            params[i].grad = None
 
 
 def clip(grads, limit, scaler, mesh, device):

@@ -85,7 +85,7 @@ def two_ranks():
     a.grad = torch.full((2,), 1.0 + rank)               # 1 and 2
     if rank == 1:
         b.grad = torch.full((2,), 4.0)                  # none and 4
-    trainer.average_gradients(params, world, 2)
+    trainer.average_gradients(params, 2)
     x = torch.tensor([1.0, 4.0]) * (rank + 1)
     told = common.from_rank0(["rank 0", 0] if rank == 0 else None, world), common.all_mean(x).tolist()
     assert x.tolist() == [1 + rank, 4 + 4 * rank]
@@ -118,7 +118,7 @@ def test_two_ranks_agree_and_one_process_is_left_alone():
     assert all("rank 1 calls nets in another order than rank 0, from call 0" in s for s in other_order)
     assert full_disk[0] == full_disk[1] and re.search(r"could not write \S+0000002\.pth", full_disk[0])
     p = torch.nn.Parameter(torch.zeros(2))
-    trainer.average_gradients([p], None, 1)
+    trainer.average_gradients([p], 1)
     assert p.grad is None and common.from_rank0("x", None) == "x" and common.all_mean(p) is p
 
 def test_every_ema_is_the_chain_of_its_own_rates_also_over_a_resume(outputs):
