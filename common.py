@@ -16,6 +16,7 @@ Times are float64 (B,), or (B, F) with one per frame; float32 on MPS, which has 
 computed in that type and applied in at least float32: in bfloat16 a t of 0.999 would be 1.
 """
 import ast
+import contextlib
 import difflib
 import functools
 import importlib.util
@@ -504,6 +505,16 @@ def seed_default(seed):
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
     elif torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def repeated(device):
+    """Draws made inside come again after it: two passes of a net share their dropout masks."""
+    sources = [torch] + ([getattr(torch, device.type)] if device.type != "cpu" else [])
+    states = [s.get_rng_state() for s in sources]
+    yield
+    for source, state in zip(sources, states):
+        source.set_rng_state(state)
 
 
 def shared_generator(seed, it):

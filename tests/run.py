@@ -119,12 +119,12 @@ def assert_alike(ours, others, rel=0.0):
 def saved(folder, it):
     return ckpt.load(ckpt.path(folder / "checkpoints", it))
 
-def refused(f, *args, says=(), **kw):
+def refused(f, *args, says=(), error=common.BadInput, **kw):
     """The sentence, with every word of `says`, of the BadInput that f raises. The frames of the error, which
     hold the lock of a run, are gone afterwards."""
     try:
         f(*args, **kw)
-    except common.BadInput as e:
+    except error as e:
         sentence = str(e)
         assert "\n" not in sentence and [word for word in says if str(word) not in sentence] == [], sentence
         return sentence

@@ -39,22 +39,30 @@ def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(cap
     assert syncs == dict(fake=1, student=1) and list(rows) == ["fake", "student"]
     for phase, names in dict(fake=FAKE, student=STUDENT).items():
         assert [name for name, _ in rows[phase]] == names + PARTS + ["ratio"]
-        values = [value for _, value in rows[phase]]
-        n = len(names) - 1
+        values, n = [value for _, value in rows[phase]], len(names) - 1
         assert sum(values[:n]) == pytest.approx(values[n], abs=0.005)   # of two blocks median = mean
         assert sum(values[n + 1:n + 7]) == pytest.approx(values[n + 7], abs=0.005)
 
-@pytest.mark.parametrize("name, changes", [
-    ("sft", dict()), ("sft", dict(logvar=True)),
-    ("dmd2", dict()), ("dmd2", dict(gan_weight=0.0, guidance=2.0)),
-    ("dmd2", dict(r1_weight=1.0, steps=2, student_input="data")),
-    ("dmd2", dict(r1_weight=1.0, gan_features="teacher", guidance=0.0))], ids=str)
-def test_the_passes_of_a_phase_are_the_net_calls_of_its_step(name, changes):
+@pytest.mark.parametrize("name, changes, student, fake", [      # nets called, in either phase
+    ("sft", {}, "student", ""), ("sft", dict(logvar=True), "student", ""),
+    ("dmd2", dict(gan_weight=0.0), "student fake teacher", "student fake"),
+    ("dmd2", dict(gan_weight=0.0, guidance=0.0), "student fake teacher", "student fake"),
+    ("dmd2", dict(gan_weight=0.0, guidance=2.0), "student fake teacher teacher", "student fake"),
+    ("dmd2", {}, "student fake teacher fake D", "student fake fake D D"),
+    ("dmd2", dict(r1_weight=1.0), "student fake teacher fake D", "student fake fake fake D D D"),
+    ("dmd2", dict(r1_weight=1.0, steps=2, student_input="data"), "student fake teacher fake D",
+     "student fake fake fake D D D"),
+    ("dmd2", dict(gan_features="teacher", guidance=2.0), "student fake teacher teacher teacher D",
+     "student fake teacher teacher D D"),
+    ("dmd2", dict(gan_features="teacher", r1_weight=1.0, guidance=0.0), "student fake teacher teacher D",
+     "student fake teacher teacher teacher D D D")], ids=str)
+def test_a_step_calls_each_net_as_its_docstring_says_and_the_passes_are_those(name, changes, student, fake):
     method, cfg = run.setup(name, **changes)
     nets, batch = run.nets_of(method, cfg), run.batch_of(cfg)
-    opts, calls = method.optimizers(nets, cfg), Counter()
+    assert ("discriminator" in nets) == bool(cfg.get("gan_weight"))
+    opts, calls, short = method.optimizers(nets, cfg), Counter(), dict(fake_score="fake", discriminator="D")
     for key, net in nets.items():       # per net: with a graph or without, whole or to the last tap
-        net.register_forward_pre_hook(lambda module, args, kwargs, key=key: calls.update(
+        net.register_forward_pre_hook(lambda module, args, kwargs, key=short.get(key, key): calls.update(
             {(key, torch.is_grad_enabled(), kwargs.get("stop", False)): weight}), with_kwargs=True)
     for phase, it in run.phases(method, cfg).items():
         run.turn(nets, opts, phase)
@@ -62,14 +70,15 @@ def test_the_passes_of_a_phase_are_the_net_calls_of_its_step(name, changes):
         calls.clear()
         method.step(nets, batch, it, cfg)[0].backward()
         of_step, with_grad = Counter(calls), {*run.gradients(nets)}
+        expected = dict(student=student, fake=fake)[phase].split()
+        assert sorted(key for key, *_ in of_step.elements()) == sorted(expected)
         run.turn(nets, opts, phase)
         rows = bench.PASSES[name](bench.Passes(nets, batch), cfg)[phase]
         calls.clear()
         for _, weight, call in rows:
             if weight:
                 call()
-        assert calls == of_step
-        assert {*run.gradients(nets)} == with_grad
+        assert calls == of_step and {*run.gradients(nets)} == with_grad
 
 def test_a_method_without_an_entry_is_refused_and_a_copy_is_not(tmp_path, capsys):
     text = run.SFT.read_text()

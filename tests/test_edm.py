@@ -1,7 +1,6 @@
 """nets/edm.py, nets/discriminators.py and tools/convert_edm.py; what every net must do is in test_nets.py."""
 import os
 import pickle
-import re
 import subprocess
 import sys
 import types
@@ -13,13 +12,13 @@ import torch
 from torch import nn
 
 import golden_recipe
-from common import make_net
+from common import BadInput, make_net
 from nets import edm
 from nets.discriminators import UNetHead, group_norm
-from run import refused
+from run import differing, refused
 from tools import convert_edm
 
-TEACHERS = ["edm_ddpmpp", "edm_ncsnpp", "edm_adm"]
+f64 = torch.float64
 
 def golden(name, same=True, **options):
     """(our net for a fixture's constructor arguments, the reference's outputs, x, t, cond, r). The net is
@@ -39,8 +38,7 @@ def golden(name, same=True, **options):
     assert not unknown and all(key.endswith("resample_filter") for key in left)
     shapes = {key: list(v.shape) for key, v in net.state_dict().items()}
     assert not same or shapes == {key: shape for key, shape, _ in info["state_dict"]}
-    times = given.get("sigma") or given["t"], given.get("r", 0)
-    t, r = (torch.tensor(v, dtype=torch.float64) for v in times)
+    t, r = (torch.tensor(v, dtype=f64) for v in (given.get("sigma") or given["t"], given.get("r", 0)))
     cond = dict(label=torch.tensor([1, 3]))
     if given.get("augment_labels"):
         cond["augment"] = golden_recipe.tensor("aug", (2, 9), 1.0)
@@ -49,7 +47,7 @@ def golden(name, same=True, **options):
 def near(a, b):
     return a.shape == b.shape and (a - b).abs().max() <= 2e-5
 
-@pytest.mark.parametrize("name", TEACHERS)
+@pytest.mark.parametrize("name", ["edm_ddpmpp", "edm_ncsnpp", "edm_adm"])
 def test_outputs_equal_the_reference(name):
     net, want, x, t, cond, _ = golden(name)
     taps, raw = tuple(range(net.n_taps)), []
@@ -62,71 +60,53 @@ def test_outputs_equal_the_reference(name):
         stopped = net(x, t, cond, taps=(k,), stop=True)
         assert stopped.keys() == {"taps"} and near(stopped["taps"][0], features[k]) and raw[-1] is None
 
-def test_outputs_with_r_and_logvar_equal_the_reference():
+def test_outputs_with_r_and_logvar_or_without_augment_equal_the_reference():
     net, want, x, t, cond, r = golden("fastgen_edm_ddpmpp_r", r=True, logvar=True)
     got = net(x, t, cond, r=r, taps=(0, 1), logvar=True)
     assert near(got["out"], want["D"]) and near(got["logvar"], want["logvar"][:, 0])
     assert near(got["taps"][0], want["feat0"]) and near(got["taps"][1], want["feat1"])
     assert near(net(x, t, cond, r=r, taps=(1,), stop=True)["taps"][0], want["early1"])
-
-@pytest.mark.parametrize("name", TEACHERS)
-def test_a_teacher_loads_into_a_net_with_r_and_r_changes_nothing(name):
-    net, want, x, t, cond, _ = golden(name, same=False, r=True)
-    for r in (t / 2, torch.zeros_like(t)):
-        assert near(net(x, t, cond, r=r), want["D"])
-    net(x, t, cond, r=t / 2).square().mean().backward()     # and it can learn to
-    assert net.model.map_layer0.weight.grad[:, net.model.noise:].abs().max() > 1e-6
-    assert all(net.adapt(key, v) is v for key, v in net.state_dict().items())      # its own fit as they are
-
-def test_augment_weights_are_dropped_by_a_net_without_augment():
-    net, want, x, t, cond, _ = golden("edm_ddpmpp", same=False, augment_dim=0)
+    net, want, x, t, cond, _ = golden("edm_ddpmpp", same=False, augment_dim=0)      # its weights are dropped
     assert near(net(x, t, dict(augment=cond["augment"])), want["D_uncond"])
 
 def test_public_sizes_have_the_published_parameter_counts():
+    count = lambda net: sum(p.numel() for p in net.parameters())
     with torch.device("meta"):
-        for spec, count in (("edm:cifar10", 55_735_428), ("edm:cifar10,label_dim=0", 55_734_020),
-                            ("edm:imagenet64", 295_899_460)):
-            net = make_net(spec, logvar=True)       # the counts of FastGen, whose nets always have the head
-            assert sum(p.numel() for p in net.parameters()) == count
-        assert make_net("edm:cifar10").tap_shapes((2, 0)) == [(256, 32, 32), (256, 8, 8)]
+        for spec, published in (("edm:cifar10", 55_735_428), ("edm:cifar10,label_dim=0", 55_734_020),
+                                ("edm:imagenet64", 295_899_460)):
+            assert count(make_net(spec, logvar=True)) == published      # of FastGen, always with the head
+        cifar, digits = make_net("edm:cifar10"), make_net("edm:digits")
+        assert cifar.tap_shapes((2, 0)) == [(256, 32, 32), (256, 8, 8)]
         assert make_net("edm:imagenet64").tap_shapes((3,)) == [(768, 8, 8)]
-        net = make_net("edm:digits")
-        assert (net.x_shape, net.sigma_data, net.label_dim) == ((1, 8, 8), 0.75, 10)
-        assert 4.2e5 < sum(p.numel() for p in net.parameters()) < 4.8e5
+        assert (digits.x_shape, digits.sigma_data, digits.label_dim) == ((1, 8, 8), 0.75, 10)
+        head = UNetHead(cifar.tap_shapes((0, 1, 2)))
+    assert 4.2e5 < count(digits) < 4.8e5 and 9.4e6 < count(head) < 9.5e6            # FastGen: 9.44 M
+    assert [type(head.get_submodule(name)) for name in head.blocks] == [nn.Sequential] * 3  # wrap units
 
-def test_weights_start_as_published():
+def test_weights_start_as_published_and_a_label_beyond_the_classes_is_refused():
     bound = lambda w, b: 0.9 * b < w.abs().max() <= b * (1 + 1e-6)
     net = make_net("edm:digits")
     block = net.model.enc["4x4_block0"]                                     # 32 -> 48 channels
     assert bound(block.conv0.weight, (6 / (9 * 32 + 9 * 48)) ** 0.5) and not block.conv0.bias.any()
     assert bound(block.conv1.weight, 1e-5 * (6 / (9 * 48 * 2)) ** 0.5)
     assert bound(block.qkv.weight, (0.2 * 6 / (48 + 144)) ** 0.5)
-    x, t = torch.randn(2, 1, 8, 8), torch.tensor([0.1, 5.0], dtype=torch.float64)
+    x, t = torch.randn(2, 1, 8, 8), torch.tensor([0.1, 5.0], dtype=f64)
     c_skip = (0.75 ** 2 / (t ** 2 + 0.75 ** 2)).float()[:, None, None, None]
     assert (net(x, t) - c_skip * x).abs().max() < 1e-4                      # F starts at 0
+    refused(net, x, t, dict(label=torch.tensor([0, 10])), says=["label 10 is not below", "label_dim 10"])
     adm = edm.EDM((3, 8, 8), label_dim=4, width=64, mult=(1,), blocks=1, attn=(8,), adm=True).model
     block = adm.enc["8x8_block0"]
     assert bound(block.conv0.weight, (9 * 64) ** -0.5) and bound(block.conv0.bias, (9 * 64) ** -0.5)
     assert not block.conv1.weight.any() and not block.proj.weight.any() and not adm.out_conv.bias.any()
     assert 0.9 < adm.map_label.weight.std() < 1.1
-    freqs = edm.TimeEmbedding(2000, True, fourier=True).freqs
-    assert 14 < freqs.std() < 18
+    assert 14 < edm.TimeEmbedding(2000, True, fourier=True).freqs.std() < 18
 
-def test_a_label_beyond_the_classes_and_an_r_missing_or_unasked_are_refused():
-    x, t = torch.randn(2, 1, 8, 8), torch.ones(2, dtype=torch.float64)
-    beyond = dict(label=torch.tensor([0, 4]))
-    assert re.search("label 4 .* label_dim 4", refused(make_net("edm:digits,label_dim=4"), x, t, beyond))
-    refused(make_net("edm:digits"), x, t, r=t, says=["r=True"])
-    refused(make_net("edm:digits", r=True), x, t, says=["r=True"])
-
-def test_head_outputs_equal_the_reference():
+def test_head_outputs_equal_the_reference_and_heads_fit_small_maps_with_channels_of_their_own():
     info, want, weights = golden_recipe.load("disc_edm")
     head = UNetHead([shape[1:] for shape in info["feats"]])
     head.load_state_dict(weights)
     features = [golden_recipe.tensor(f"feat{i}", shape) for i, shape in enumerate(info["feats"])]
     assert near(head(features), want["logits"])
-
-def test_heads_fit_small_maps_with_channels_of_their_own():
     shapes = [(32, 8, 8), (48, 4, 4), (12, 2, 2), (8, 1, 1), (16, 6, 10)]
     head = UNetHead(shapes)
     features = [torch.randn(3, *shape, requires_grad=True) for shape in shapes]
@@ -139,20 +119,9 @@ def test_heads_fit_small_maps_with_channels_of_their_own():
     assert [group_norm(c).num_groups for c in (8, 32, 48, 64, 256, 768, 1280)] == [2, 8, 12, 16, 32, 32, 32]
     refused(head, features[:2], says=["tap_shapes"])
 
-def test_heads_of_the_digits_net_take_its_taps_and_cifar_heads_are_wrap_units():
-    net = make_net("edm:digits")
-    x, t = torch.randn(2, 1, 8, 8), torch.ones(2, dtype=torch.float64)
-    taps = net(x, t, taps=(0, 1), stop=True)["taps"]
-    assert UNetHead(net.tap_shapes((0, 1)))(taps).shape == (2, 2)
-    with torch.device("meta"):
-        head = UNetHead(make_net("edm:cifar10").tap_shapes((0, 1, 2)))
-    assert [type(head.get_submodule(name)) for name in head.blocks] == [nn.Sequential] * 3
-    assert 9.4e6 < sum(p.numel() for p in head.parameters()) < 9.5e6           # FastGen: 9.44 M
-
 # ---- the converter; pickles are made as torch_utils.persistence makes them, with every trap we know of
 class Runs:
     """A pickle of it calls `function` when plainly loaded."""
-
     def __init__(self, function, argument):
         self.call = function, (argument,)
 
@@ -162,22 +131,21 @@ class Runs:
 @pytest.fixture
 def reference(monkeypatch, tmp_path):
     """(network as in NVIDIA's releases, files that exist only if something of the pickle was run)."""
-    flags = [tmp_path / "os.system", tmp_path / "eval", tmp_path / "module_src"]
-    persistence, util = types.ModuleType("torch_utils.persistence"), types.ModuleType("dnnlib.util")
+    monkeypatch.chdir(tmp_path)
+    flags = [tmp_path / name for name in ("os.system", "eval", "module_src")]
     def _reconstruct_persistent_obj(meta):
         exec(meta.module_src, {})
     class EasyDict(dict):
         __getattr__ = dict.__getitem__
-    for module, thing in ((persistence, _reconstruct_persistent_obj), (util, EasyDict)):
-        thing.__module__, thing.__qualname__ = module.__name__, thing.__name__
-        setattr(module, thing.__name__, thing)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(sys.modules, module.__name__.split(".")[0], types.ModuleType("package"))
     class Persistent(nn.Module):
         def __reduce__(self):
-            source = f"open({str(flags[2])!r}, 'w')"
-            meta = EasyDict(type="class", version=6, module_src=source, class_name="Net", state=self.__dict__)
-            return persistence._reconstruct_persistent_obj, (meta,), None
+            meta = EasyDict(type="class", version=6, module_src=f"open({str(flags[2])!r}, 'w')",
+                            class_name="Net", state=self.__dict__)
+            return _reconstruct_persistent_obj, (meta,), None
+    for name, thing in ("torch_utils.persistence", _reconstruct_persistent_obj), ("dnnlib.util", EasyDict):
+        thing.__module__, thing.__qualname__ = name, thing.__name__
+        monkeypatch.setitem(sys.modules, name.split(".")[0], types.ModuleType("package"))
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**{thing.__name__: thing}))
     net, part = Persistent(), Persistent()
     part.weight, part.bias = nn.Parameter(torch.randn(3, 2)), None
     part.register_parameter("absent", None)
@@ -192,45 +160,32 @@ def reference(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 @pytest.mark.parametrize("wrap", [lambda net: dict(loss_fn=net.evil, ema=net, model=None), lambda net: net])
-def test_converted_weights_equal_the_state_dict_and_nothing_is_run(reference, tmp_path, protocol, wrap):
+def test_converted_weights_equal_the_state_dict_and_nothing_is_run(reference, protocol, wrap):
     net, flags = reference
-    data = pickle.dumps(wrap(net), protocol)
-    (tmp_path / "net.pkl").write_bytes(data)
-    weights, refused = convert_edm.read(tmp_path / "net.pkl")
-    want = net.state_dict()
-    assert weights.keys() == want.keys() >= {"enc.8x8_conv.weight"} and "enc.8x8_conv.scratch" not in want
-    assert all(torch.equal(weights[k], v) and weights[k].dtype == v.dtype for k, v in want.items())
+    Path("net.pkl").write_bytes(pickle.dumps(wrap(net), protocol))
+    weights, inert = convert_edm.read("net.pkl")
+    assert "enc.8x8_conv.weight" in weights and "enc.8x8_conv.scratch" not in weights
+    assert differing(weights, dict(net.state_dict())) == []
     assert all(type(v) is torch.Tensor and not v.requires_grad for v in weights.values())
-    assert refused >= {f"{os.system.__module__}.system", "builtins.eval", "torch.nn.modules.linear.Linear"}
+    assert inert >= {f"{os.system.__module__}.system", "builtins.eval", "torch.nn.modules.linear.Linear"}
+    deep = Runs(torch.storage._load_from_bytes, pickle.dumps(net.more[0]))      # a trap in a storage's bytes
+    Path("deep.pkl").write_bytes(pickle.dumps(deep))
+    with pytest.raises(BadInput, match="deep.pkl is not readable"):
+        convert_edm.read("deep.pkl")
     assert not any(flag.exists() for flag in flags)
-    pickle.loads(data)
+    pickle.loads(Path("net.pkl").read_bytes())
     assert all(flag.exists() for flag in flags)         # the traps work: a plain load runs them
 
-def test_convert_edm_runs_as_a_script_from_any_folder(reference, tmp_path):
+@pytest.mark.parametrize("target", ["net.pth", "net.safetensors"])
+def test_convert_edm_runs_as_a_script_from_any_folder(reference, tmp_path, target):
+    load = torch.load if target == "net.pth" else pytest.importorskip("safetensors.torch").load_file
     net, flags = reference
-    (tmp_path / "net.pkl").write_bytes(pickle.dumps(dict(ema=net)))
-    script = Path(convert_edm.__file__)
-    command = [sys.executable, script, "net.pkl", "net.pth"]
-    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
-    assert done.returncode == 0 and "net.pth: 5 tensors" in done.stdout, done.stderr
-    weights = torch.load(tmp_path / "net.pth", weights_only=True)
-    assert weights.keys() == net.state_dict().keys() and not any(flag.exists() for flag in flags)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.pkl", "net.pth"]
-
-@pytest.fixture
-def convert(tmp_path, monkeypatch):
-    """The converter's main on two files of tmp_path."""
-    def convert(source, target):
-        monkeypatch.setattr(sys, "argv", ["convert_edm.py", f"{tmp_path / source}", f"{tmp_path / target}"])
-        convert_edm.main()
-    return convert
-
-def test_converts_to_safetensors(reference, tmp_path, convert):
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    (tmp_path / "net.pkl").write_bytes(pickle.dumps(reference[0]))
-    convert("net.pkl", "net.safetensors")
-    weights = load_file(tmp_path / "net.safetensors")
-    assert all(torch.equal(weights[k], v) for k, v in reference[0].state_dict().items())
+    Path("net.pkl").write_bytes(pickle.dumps(dict(ema=net)))
+    command = [sys.executable, convert_edm.__file__, "net.pkl", target]
+    done = subprocess.run(command, text=True, capture_output=True)
+    assert done.returncode == 0 and f"{target}: 5 tensors" in done.stdout, done.stderr
+    assert differing(load(target), dict(net.state_dict())) == [] and not any(flag.exists() for flag in flags)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.pkl", target]
 
 @pytest.mark.parametrize("name, content, target, message", [
     ("none.pkl", None, "out.pth", "none.pkl is not readable"),
@@ -239,14 +194,14 @@ def test_converts_to_safetensors(reference, tmp_path, convert):
     ("other.pkl", pickle.dumps(dict(a=1)), "out.pth", "other.pkl holds no network"),
     ("trap.pkl", pickle.dumps(Runs(os.getcwd, None)), "out.pth", "trap.pkl holds no network"),
     ("net.pkl", pickle.dumps({}), "out.bin", "out.bin must be a .pth or .safetensors"),
-    ("net.pkl", pickle.dumps({}), "nowhere/out.pth", "existing folder"),
-])
+    ("net.pkl", pickle.dumps({}), "nowhere/out.pth", "existing folder")])
 def test_what_cannot_be_converted_is_one_sentence_and_exit_2(
-        tmp_path, convert, capsys, name, content, target, message):
+        tmp_path, monkeypatch, capsys, name, content, target, message):
+    monkeypatch.chdir(tmp_path)
     if content is not None:
-        (tmp_path / name).write_bytes(content)
+        Path(name).write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["convert_edm.py", name, target])
     with pytest.raises(SystemExit) as stop:
-        convert(name, target)
+        convert_edm.main()
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and message in error and error.count("\n") == 1
-    assert not (tmp_path / target).exists()
+    assert stop.value.code == 2 and message in error and error.count("\n") == 1 and not Path(target).exists()

@@ -2,7 +2,6 @@
 import copy
 import importlib
 import re
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 
 import common
+import fill
 from common import make_net
-from run import refused
+from run import differing, refused
 
-NETS = Path(common.__file__).parent / "nets"
-f64 = torch.float64
+NETS, f64 = Path(common.__file__).parent / "nets", torch.float64
 
 class Case(NamedTuple):
     spec: str
@@ -33,8 +32,7 @@ CASES = dict(
     toy_video=Case("toy:video", dict(label_dim=4), TOY_CAN | {"cache"}),
     edm=Case("edm:test", dict(augment_dim=5), EDM_CAN, dict(augment=(5,)), EDM),
     edm_ncsnpp=Case("edm:test_ncsnpp", {}, EDM_CAN, dict(augment=(5,)), NCSNPP),
-    edm_adm=Case("edm:test_adm", {}, EDM_CAN, {}, ADM),
-)
+    edm_adm=Case("edm:test_adm", {}, EDM_CAN, {}, ADM))
 
 @pytest.fixture(autouse=True)
 def tiny_sizes(monkeypatch):
@@ -55,9 +53,8 @@ def cases(*needs):
 def shake(net, seed=0):
     """Moves every parameter off its start, so that no zero-initialised layer makes a test vacuous."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+    for p in net.parameters():
+        p.data.add_(0.1 * torch.randn(p.shape, generator=generator))
     return net
 
 def make(case, **options):
@@ -79,8 +76,7 @@ def inputs(net, case, batch=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(batch, *shape, generator=generator, dtype=f64).to(dtype)
     x, t = draw(*net.x_shape), torch.linspace(0.3, 0.7, batch, dtype=f64)
-    cond = {key: draw(*shape) for key, shape in case.cond.items()}
-    return x, t, dict(cond, label=torch.arange(batch) % 4)
+    return x, t, dict({key: draw(*shape) for key, shape in case.cond.items()}, label=torch.arange(batch) % 4)
 
 def ready(case, **options):
     net = build(case, **options)
@@ -89,87 +85,87 @@ def ready(case, **options):
 def close(a, b, tolerance=1e-5):
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
-def test_every_family_in_nets_has_a_case():
+def test_every_family_in_nets_has_a_case_and_the_options_of_a_spec_win():
     text = {path.stem: path.read_text() for path in NETS.glob("*.py")}
     families = {name for name, s in text.items() if re.search(r"^sizes\b", s, re.M) and "def make(" in s}
     assert families == {case.spec.split(":")[0] for case in CASES.values()}
+    net = make_net("toy:tiny,schedule=rf,pred=flow,dropout=0.25,size=16", pred="x0", r=True)
+    assert (net.schedule, net.pred, net.layers[0].dropout) == ("rf", "flow", 0.25) and net.r_embed is not None
+    assert net.x_shape == (1, 16, 16) and net.tap_shapes((0, 1)) == [(24, 8, 8)] * 2
 
-def test_attributes_are_plain_values(case):
+def test_attributes_are_plain_values_and_blocks_are_modules_with_parameters_none_inside_another(case):
     net, _ = whole(case)
     assert type(net.schedule) is str and len(common.t_range(net.schedule)) == 2
-    assert net.pred in ("x0", "eps", "v", "flow")
-    assert type(net.x_shape) is tuple and all(type(n) is int for n in net.x_shape)
-    assert type(net.optional) is tuple and all(type(prefix) is str for prefix in net.optional)
-    assert type(getattr(net, "sigma_data", 0.5)) is float and type(net.n_taps) is int
+    assert net.pred in ("x0", "eps", "v", "flow") and type(net.n_taps) is int
+    assert type(getattr(net, "sigma_data", 0.5)) is float
+    for attribute, kind in ((net.x_shape, int), (net.optional, str)):
+        assert type(attribute) is tuple and all(type(each) is kind for each in attribute)
     assert len(net.blocks) and all(type(name) is str for name in net.blocks)
-    for name in net.blocks:         # each a module with parameters, none inside another
-        assert list(net.get_submodule(name).parameters())
-        assert not any(other.startswith(name + ".") for other in net.blocks)
+    assert all(list(net.get_submodule(name).parameters()) for name in net.blocks)
+    assert not any(other.startswith(name + ".") for name in net.blocks for other in net.blocks)
 
-def test_result_is_a_tensor_or_a_dict_of_what_was_asked(case):
-    net, x, t, cond = ready(case, **parts(case, "logvar"))
+def test_a_result_holds_what_was_asked_and_stop_gives_the_same_by_fewer_modules(case):
+    (net, x, t, cond), calls, runs = ready(case, **parts(case, "logvar")), [], []
     out = net(x, t, cond)
     assert out.shape == x.shape and out.dtype == torch.float32 and out.std() > 1e-3
-    asked = dict(taps=(0,)) | parts(case, "logvar") | (dict(write=True) if "cache" in case.can else {})
-    names = {key: "cache" if key == "write" else key for key in asked}
-    for key, value in asked.items():
-        result = net(x, t, cond, **{key: value})
-        assert set(result) == {"out", names[key]} and torch.equal(result["out"], out)
-    assert set(net(x, t, cond, **asked)) == {"out", *names.values()}
-
-def test_taps_match_tap_shapes_and_stop_gives_the_same_without_out_by_fewer_modules(case):
-    (net, x, t, cond), calls, runs = ready(case), [], []
+    names = dict(taps="taps") | {key: key for key in parts(case, "logvar")}
+    names |= dict(write="cache") if "cache" in case.can else {}
+    for keys in (*([key] for key in names), [*names]):
+        result = net(x, t, cond, **{key: (0,) if key == "taps" else True for key in keys})
+        assert set(result) == {"out", *(names[key] for key in keys)} and torch.equal(result["out"], out)
     order = tuple(range(net.n_taps))
     taps = net(x, t, cond, taps=order[::-1])["taps"]    # in ascending order nevertheless
-    assert [tuple(tap.shape[1:]) for tap in taps] == [tuple(s) for s in net.tap_shapes(order[::-1])]
+    shapes = [tuple(tap.shape[1:]) for tap in taps]
+    assert list(map(tuple, net.tap_shapes(order[::-1]))) == shapes and {len(x)} == {len(tap) for tap in taps}
     for module in net.modules():
         module.register_forward_hook(lambda module, args, out: calls.append(module))
-    for i, tap in zip(order, taps):
+    for i, tap in enumerate(taps):
         (alone,) = net(x, t, cond, taps=(i,))["taps"]
-        assert len(tap) == len(x) and torch.equal(alone, tap)
-        assert [tuple(s) for s in net.tap_shapes((i,))] == [tuple(tap.shape[1:])]
+        assert torch.equal(alone, tap) and [tuple(s) for s in net.tap_shapes((i,))] == [shapes[i]]
         calls.clear()
         stopped = net(x, t, cond, taps=order[:i + 1], stop=True)
         runs.append(len(calls))
         assert set(stopped) == {"taps"} and len(stopped["taps"]) == i + 1
-        assert all(torch.equal(a, b) for a, b in zip(stopped["taps"], taps))
+        assert all(map(torch.equal, stopped["taps"], taps))
     calls.clear()
     net(x, t, cond)
-    assert sorted(set(runs + [len(calls)])) == runs + [len(calls)]      # strictly more with each later tap
+    assert sorted({*runs, len(calls)}) == [*runs, len(calls)]           # strictly more with each later tap
     refused(net, x, t, cond, taps=(net.n_taps,))
+    refused(net.tap_shapes, (net.n_taps,))
 
-@cases("logvar")
-def test_logvar_is_one_number_a_sample_and_depends_on_its_t_alone(case):
-    net, x, t, cond = ready(case, logvar=True)
-    u = net(x, t, cond, logvar=True)["logvar"]
-    assert u.shape == (2,) and u.dtype == torch.float32 and (u[0] - u[1]).abs() > 1e-4
-    assert close(net(2 * x, t, {}, logvar=True)["logvar"], u)
-    assert close(net(x, t.flip(0), cond, logvar=True)["logvar"], u.flip(0))
-    assert net(x, t, cond, logvar=True, taps=(0,), stop=True).keys() == {"taps", "logvar"}
-
+# ---- r, logvar, conditions, precision
 def load_source(net, source):
     """Loads another net's state dict as the trainer does; what `net` lacks must be optional."""
-    adapt = getattr(net, "adapt", lambda key, tensor: tensor)
-    given = {key: a for key, tensor in source.items() if (a := adapt(key, tensor)) is not None}
+    given = {key: a for key, v in source.items() if (a := fill.adapt(net, key, v)) is not None}
     own = net.state_dict()
     assert set(given) <= set(own) and all(key.startswith(net.optional) for key in set(own) - set(given))
+    assert all(fill.adapt(net, key, v) is v for key, v in own.items())      # its own fit as they are
     net.load_state_dict(own | given)
     return net
 
 @cases("r")
-def test_a_net_with_r_starts_as_the_net_without(case):
+def test_a_net_with_r_starts_as_the_net_without_and_can_learn(case):
     plain, x, t, cond = ready(case)
     net = load_source(make(case, r=True), plain.state_dict())
     assert close(net(x, t, cond, r=t / 2), plain(x, t, cond), 1e-6)
-    shake(net)
-    assert not close(net(x, t, cond, r=t / 2), net(x, t, cond, r=t / 3), 1e-4)
+    (net(x, t, cond, r=t / 2) - x).square().mean().backward()
+    for p in net.parameters():
+        p.data.sub_(0 if p.grad is None else p.grad)
+    assert not torch.equal(net(x, t, cond, r=t / 2), net(x, t, cond, r=t / 3))
+    assert not close(shake(net)(x, t, cond, r=t / 2), net(x, t, cond, r=t / 3), 1e-4)
+    refused(net, x, t, cond)                            # needs r
 
 @cases("logvar")
-def test_a_logvar_head_comes_and_goes_between_runs(case):
+def test_logvar_is_one_number_a_sample_depends_on_its_t_alone_and_comes_and_goes_between_runs(case):
     plain, x, t, cond = ready(case)
     net = load_source(make(case, logvar=True), plain.state_dict())
-    again = load_source(make(case), net.state_dict())
-    assert all(torch.equal(other(x, t, cond), plain(x, t, cond)) for other in (net, again))
+    for other in (net, load_source(make(case), net.state_dict())):
+        assert torch.equal(other(x, t, cond), plain(x, t, cond))
+    u = shake(net)(x, t, cond, logvar=True)["logvar"]
+    assert u.shape == (2,) and u.dtype == torch.float32 and (u[0] - u[1]).abs() > 1e-4
+    assert close(net(2 * x, t, {}, logvar=True)["logvar"], u)
+    assert close(net(x, t.flip(0), cond, logvar=True)["logvar"], u.flip(0))
+    assert net(x, t, cond, logvar=True, taps=(0,), stop=True).keys() == {"taps", "logvar"}
 
 @cases("label")
 def test_label_minus_one_is_no_label_every_named_condition_matters_and_unknown_keys_do_not(case):
@@ -187,50 +183,33 @@ def test_label_minus_one_is_no_label_every_named_condition_matters_and_unknown_k
     assert torch.equal(net(x, t, dict(cond, nobody_knows_this=torch.ones(2))), out)
     assert not any(close(net(x, t, dict(cond, **{key: cond[key] + 1})), out, 1e-4) for key in case.cond)
 
-def test_float64_t_is_not_rounded(case):
+def test_t_is_not_rounded_in_float64_and_not_in_bfloat16_whose_output_is_float32(case):
     net = build(case).double()
     x, t, cond = inputs(net, case, dtype=f64)
-    assert (t * (1 + 1e-10)).float().equal(t.float())
     a, b = net(x, t, cond), net(x, t * (1 + 1e-10), cond)
     assert a.dtype == f64 and all((a - b).flatten(1).abs().amax(1) > 1e-13)
-
-@pytest.mark.parametrize("how", ["weights", "autocast"])
-def test_bf16_gives_float32_output_and_does_not_round_t(case, how):
-    net, x, t, cond = ready(case)
+    net, x, _, cond = ready(case)
     t = torch.tensor([0.703125, 0.703125 + 0.0015], dtype=f64)
     assert t[0].bfloat16() == t[1].bfloat16()
     x, cond = x[[0, 0]], {key: v[[0, 0]] for key, v in cond.items()}
     exact = net(x, t, cond)
-    net = net.bfloat16() if how == "weights" else net
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        out = net(x, t, cond)
-    assert out.dtype == torch.float32 and not torch.equal(out[0], out[1])
-    assert 1e-5 < (out - exact).norm() / exact.norm() < 0.05
-
-def values(net):
-    return dict([*net.named_parameters(), *net.named_buffers()])
-
-def fill(net):
-    """Fills each module that owns a parameter or buffer from a seed of its name."""
-    for name, module in net.named_modules():
-        if [*module.parameters(False), *module.buffers(False)]:
-            torch.manual_seed(zlib.crc32(name.encode()))
-            module.reset_parameters()
-    return net
+    for autocast in (True, False):                      # and then with weights in bfloat16
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = (net if autocast else net.bfloat16())(x, t, cond)
+        assert out.dtype == torch.float32 and not torch.equal(out[0], out[1])
+        assert 1e-5 < (out - exact).norm() / exact.norm() < 0.05
 
 def test_a_net_is_its_parameters_and_buffers_from_a_meta_start_a_state_dict_or_a_copy(case):
-    plain, kw = whole(case)
-    fill(plain)
+    (plain, kw), values = whole(case), lambda net: dict([*net.named_parameters(), *net.named_buffers()])
     with torch.device("meta"):
-        net, _ = whole(case, make)
+        model, net = (whole(case, make)[0] for _ in range(2))
     assert all(v.is_meta for v in values(net).values())
     net.to_empty(device="cpu")
-    with torch.no_grad():
-        for v in values(net).values():
-            v.fill_(float("nan") if v.is_floating_point() else -1)
-    fill(net)
-    assert values(net).keys() == values(plain).keys()
-    assert all(torch.equal(v, values(plain)[key]) for key, v in values(net).items())
+    for v in values(net).values():
+        v.data.fill_(float("nan") if v.is_floating_point() else -1)
+    for each in plain, net:
+        fill.draw(each, model, "net", 0)
+    assert differing(values(net), values(plain)) == []
     x, t, cond = inputs(plain, case)
     fresh = shake(whole(case)[0], seed=1)
     assert not close(fresh(x, t, cond, **kw), plain(x, t, cond, **kw), 1e-4)
@@ -245,40 +224,42 @@ def test_jvp_equals_the_central_difference(case):
     f = lambda x, t, r=None: net(x, t, cond, r=r)
     tangent = (torch.randn_like(x), torch.ones_like(t), -torch.ones_like(t))[:len(point)]
     out, derivative = torch.func.jvp(f, point, tangent)
-    h = 1e-6
-    ahead, behind = (f(*[p + s * h * d for p, d in zip(point, tangent)]) for s in (1, -1))
-    difference = (ahead - behind) / (2 * h)
+    ahead, behind = (f(*[p + h * d for p, d in zip(point, tangent)]) for h in (1e-6, -1e-6))
+    difference = (ahead - behind) / 2e-6
     assert close(out, f(*point), 1e-12)
     assert (derivative - difference).norm() < 1e-6 * difference.norm() and difference.norm() > 0.1
     loss = (out - derivative.detach()).square().mean()              # as MeanFlow and sCM take it
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss, list(net.parameters())))
 
-def test_arguments_are_never_mutated(case):
+# ---- arguments
+def test_arguments_are_never_mutated_and_what_cannot_be_used_is_refused(case):
     net, kw = whole(case)
     x, t, cond = inputs(net, case)
     kw |= dict(taps=[0, 1][:net.n_taps])
     tensors = [x, t, *cond.values(), *[v for v in kw.values() if torch.is_tensor(v)]]
-    values, versions, keys = [v.clone() for v in tensors], [v._version for v in tensors], list(cond)
+    before, versions, keys = [v.clone() for v in tensors], [v._version for v in tensors], list(cond)
     for dtype in (torch.float32, torch.bfloat16):
         net.to(dtype)(x, t, cond, **kw)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, values))
-    assert versions == [v._version for v in tensors]
+    assert all(map(torch.equal, tensors, before)) and versions == [v._version for v in tensors]
     assert list(cond) == keys and kw["taps"] == [0, 1][:net.n_taps]
-
-def test_unknown_and_unusable_arguments_are_refused(case):
-    net, x, t, cond = ready(case)
-    unusable = [dict(r=t), dict(logvar=True)]           # built without
-    unusable += [] if "skip" in case.can else [dict(skip=(0,))]
-    unusable += [] if "cache" in case.can else [dict(start=1), dict(cache={}), dict(write=True)]
-    for kw in unusable:
-        refused(net, x, t, cond, **kw)
+    net, *args = ready(case)
+    optional = dict(skip=[dict(skip=(0,))], cache=[dict(start=1), dict(cache={}), dict(write=True)])
+    unable = [kw for part, calls in optional.items() if part not in case.can for kw in calls]
+    for kw in [dict(r=t), dict(logvar=True), *unable]:  # built without
+        refused(net, *args, **kw)
     with pytest.raises(TypeError):
-        net(x, t, cond, nobody_knows_this=1)
+        net(*args, nobody_knows_this=1)
     refused(make, case, nobody_knows_this=1, says=["nobody_knows_this"])
     refused(make_net, case.spec.split(":")[0] + ":nosuchsize", says=["nosuchsize"])
 
-def test_samples_do_not_see_each_other_and_an_empty_batch_has_a_gradient(case):
-    net = build(case)
+@pytest.mark.parametrize("net", ["toy:tiny", "edm:digits"])
+def test_an_option_no_net_can_be_built_with_is_one_sentence(net):
+    for option in ("heads=0", "dim=-24", "label_dim=-3", "label_dim=foo", "dropout=foo", "dropout=5",
+                   "dropout=nan", "depth=0", "channels=-1", "size=7", "size=None", "label_dim=[1]"):
+        refused(make_net, f"{net},{option}", says=[net[:3]])
+
+def test_samples_do_not_see_each_other_an_empty_batch_has_a_gradient_and_dropout_acts_in_training(case):
+    net = build(case, dropout=0.5).eval()
     x, t, cond = inputs(net, case, batch=3)
     x.requires_grad_()
     cut = lambda n, m: (x[n:m], t[n:m], {k: v[n:m] for k, v in cond.items()})
@@ -287,12 +268,8 @@ def test_samples_do_not_see_each_other_and_an_empty_batch_has_a_gradient(case):
     assert out.shape == x[:0].shape
     out.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in net.parameters())
-
-def test_dropout_acts_in_training_alone(case):
-    net, x, t, cond = ready(case, dropout=0.5)
-    assert not torch.equal(net.train()(x, t, cond), net(x, t, cond))
-    assert torch.equal(net.eval()(x, t, cond), net(x, t, cond))
     assert torch.equal(net(x, t, cond), build(case)(x, t, cond))
+    assert not torch.equal(net.train()(x, t, cond), net(x, t, cond))
 
 @cases("skip")
 def test_skip_leaves_out_a_block_and_no_other(case):
@@ -317,24 +294,21 @@ def test_toy_is_finite_at_both_ends_of_every_schedule(schedule, pred):
     assert out.isfinite().all() and all(p.grad.isfinite().all() for p in net.parameters())
 
 # ---- causal video nets; the first chunk takes the remainder
-LENGTHS = pytest.mark.parametrize("frames, sizes", [(7, [4, 3]), (6, [2, 2, 2]), (5, [1] * 5), (2, [2]),
-                                                    (8, [5, 3])])
-
-def clip(case, frames, sizes):
-    """A causal net and a clip of `frames`, one time per chunk, its chunks as slices, the condition."""
-    net = build(case, chunk=3 if sizes == [2] else sizes[-1])
+def clip(case, sizes):
+    """A causal net and a clip of chunks of these sizes, one time per chunk, them as slices, the condition."""
+    net, frames = build(case, chunk=3 if sizes == [2] else sizes[-1]), sum(sizes)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, net.x_shape[0], frames, *net.x_shape[2:], generator=generator)
     ends = torch.tensor(sizes).cumsum(0).tolist()
-    spans = [slice(end - size, end) for end, size in zip(ends, sizes)]
     t = torch.rand(2, len(sizes), generator=generator, dtype=f64)
     t = t.repeat_interleave(torch.tensor(sizes), dim=1)             # (B, F)
+    spans = [slice(end - size, end) for end, size in zip(ends, sizes)]
     return net, x, t, spans, dict(label=torch.tensor([1, -1]))
 
 @cases("cache")
-@LENGTHS
-def test_a_frame_sees_its_own_and_earlier_chunks_alone(case, frames, sizes):
-    net, x, t, spans, cond = clip(case, frames, sizes)
+@pytest.mark.parametrize("sizes", [[4, 3], [2, 2, 2], [1] * 5, [2], [5, 3]])
+def test_a_frame_sees_its_own_and_earlier_chunks_alone_and_a_cache_gives_the_full_forward(case, sizes):
+    net, x, t, spans, cond = clip(case, sizes)
     out = net(x, t, cond)
     for span in spans:
         x_new, t_new = x.clone(), t.clone()
@@ -344,29 +318,22 @@ def test_a_frame_sees_its_own_and_earlier_chunks_alone(case, frames, sizes):
         assert moved[:, :, span.start:].any(-1).any(-1).any(1).all()    # all of its own and later chunks
         t_new[:, span] /= 2
         assert torch.equal(net(x, t_new, cond)[:, :, :span.start], out[:, :, :span.start])
-
-@cases("cache")
-@LENGTHS
-def test_chunks_with_a_cache_equal_the_full_forward(case, frames, sizes):
-    net, noisy, t, spans, cond = clip(case, frames, sizes)
-    clean, zero, cache = noisy.flip(0) / 2, torch.zeros_like(t), None
+    clean, zero, cache = x.flip(0) / 2, torch.zeros_like(t), None
     for span in spans:                                  # clean frames at t = 0, then this chunk at its t
-        x_all = torch.cat([clean[:, :, :span.start], noisy[:, :, span]], dim=2)
+        x_all = torch.cat([clean[:, :, :span.start], x[:, :, span]], dim=2)
         t_all = torch.cat([zero[:, :span.start], t[:, span]], dim=1)
-        chunk = dict(x_t=noisy[:, :, span], t=t[:, span], cond=cond, start=span.start)
-        out = net(**chunk, cache=cache)
+        chunk, past = (x[:, :, span], t[:, span], cond), dict(start=span.start, cache=cache)
+        out = net(*chunk, **past)
         assert close(out, net(x_all, t_all, cond)[:, :, span])
-        past = dict(start=span.start, cache=cache)
-        longer = net(clean[:, :, span], zero[:, span], cond, write=True, **past)["cache"]
-        assert torch.equal(net(**chunk, cache=cache), out)          # the old cache is as it was
-        cache = longer
+        cache = net(clean[:, :, span], zero[:, span], cond, write=True, **past)["cache"]
+        assert torch.equal(net(*chunk, **past), out)                    # the old cache is as it was
     at_once = net(clean, zero, cond, write=True)["cache"]           # all chunks in one call under the mask
-    chunk = dict(x_t=noisy[:, :, :1], t=t[:, :1], cond=cond, start=frames)
-    assert close(net(**chunk, cache=at_once), net(**chunk, cache=cache))
+    one, other = (net(*chunk, start=sum(sizes), cache=c) for c in (at_once, cache))
+    assert close(one, other)
 
 @cases("cache")
 def test_a_cache_carries_no_gradient_and_positions_count_relative_to_it(case):
-    net, x, t, spans, cond = clip(case, 4, [2, 2])
+    net, x, t, spans, cond = clip(case, [2, 2])
     first, second = [(x[:, :, span].clone().requires_grad_(), t[:, span], cond) for span in spans]
     result = net(*first, write=True)
     out = net(*second, start=2, cache=result["cache"])
@@ -376,21 +343,19 @@ def test_a_cache_carries_no_gradient_and_positions_count_relative_to_it(case):
     read = lambda at, start: net(*second, start=start, cache=net(*first, start=at, write=True)["cache"])
     assert close(read(7, 9), out) and not close(read(0, 9), out, 1e-4)
 
+def test_toy_cache_keeps_a_window_with_absolute_or_window_positions():
+    net, x, t, spans, cond = clip(CASES["toy_video"], [2, 2])
+    cache, chunk = net(x, t, cond, write=True)["cache"], (x[:, :, :2], t[:, :2], cond)
+    assert cache["pos"].tolist() == [0, 1, 2, 3] and all(kv.shape[1] == 4 for kv in cache["kv"])
+    window = dict(pos=cache["pos"][2:], kv=[kv[:, 2:] for kv in cache["kv"]])
+    absolute = net(*chunk, start=4, cache=window)
+    assert close(absolute, net(*chunk, start=2, cache=dict(window, pos=torch.arange(2))))
+    assert not close(absolute, net(*chunk, start=4, cache=cache), 1e-4)
+
 @cases("cache")
 def test_one_time_for_all_frames_and_one_chunk_for_all_frames(case):
-    net, x, _, _, cond = clip(case, 6, [2, 2, 2])
-    t = torch.tensor([0.2, 0.8], dtype=f64)
+    net, x, _, _, cond = clip(case, [2, 2, 2])
+    t, both_ways = torch.tensor([0.2, 0.8], dtype=f64), build(case, chunk=0)
     assert torch.equal(net(x, t, cond), net(x, t[:, None].expand(-1, 6), cond))
-    both_ways, whole = build(case, chunk=0), build(case, chunk=6)
-    assert torch.equal(both_ways(x, t, cond), whole(x, t, cond))
+    assert torch.equal(both_ways(x, t, cond), build(case, chunk=6)(x, t, cond))
     assert not close(both_ways(x, t, cond), net(x, t, cond), 1e-4)
-
-def test_toy_cache_keeps_a_window_with_absolute_or_window_positions():
-    net, x, t, spans, cond = clip(CASES["toy_video"], 6, [2, 2, 2])
-    cache = net(x, t, cond, write=True)["cache"]
-    assert cache["pos"].tolist() == [0, 1, 2, 3, 4, 5] and all(kv.shape[1] == 6 for kv in cache["kv"])
-    window = dict(pos=cache["pos"][2:], kv=[kv[:, 2:] for kv in cache["kv"]])
-    chunk = (x[:, :, :2], t[:, :2], cond)
-    absolute = net(*chunk, start=6, cache=window)
-    assert close(absolute, net(*chunk, start=4, cache=dict(window, pos=torch.arange(4))))
-    assert not close(absolute, net(*chunk, start=6, cache=cache), 1e-4)
