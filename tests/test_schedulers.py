@@ -54,7 +54,7 @@ signal.signal(signal.SIGUSR1, lambda *_: step.send(signal.SIGUSR1))
 signal.signal(signal.SIGTERM, lambda *_: step.send(signal.SIGKILL))
 tasks = [subprocess.Popen(sys.argv[sys.argv.index("bash"):], env=os.environ | dict(SLURM_STEP_ID="0"))
          for n in range(int(os.environ["SLURM_NNODES"]))]
-sys.exit(max(t.wait() for t in tasks))
+os._exit(max(t.wait() for t in tasks))      # the shell repeats USR1, and python loses its handlers at the end
 """
 TORCHRUN = f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n'
 # one that takes its time: no worker at first, then one that is deaf, then one that leaves when told
