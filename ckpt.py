@@ -13,6 +13,7 @@ background runs collectives of its own. A *source* names weights for a net, `pat
 newest checkpoint), a checkpoint, or a plain weights file; the entry is a net or an EMA in it.
 """
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -298,6 +299,8 @@ def load(file, name=None):
             raise
         if isinstance(e, FileNotFoundError):
             raise Damaged(f"{name} does not exist") from None
+        if getattr(e, "errno", 0) == errno.EINVAL:      # the archive's directory points before its beginning
+            raise Damaged(f"{name} is damaged ({e})") from e
         if isinstance(e, IsADirectoryError):
             raise Damaged(f"{name} is a folder, no file of weights") from None
         if isinstance(e, BadInput):
@@ -364,7 +367,7 @@ def find(name):
     if "://" in name:
         file = files.place(name)
         return file if files.exists(file) else None
-    for p in (Path(name).expanduser(), ROOT / name):
+    for p in (files.place(name), ROOT / name):
         if os.path.exists(p):                           # p.exists() raises where a name is too long
             return p.resolve()
     return None
@@ -373,7 +376,7 @@ def find(name):
 def pin(here):
     """dict(size, crc) of a local file: of the checksums in a .pth archive's directory, else of all bytes."""
     size = here.stat().st_size
-    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(here) as z:
+    with contextlib.suppress(Exception), zipfile.ZipFile(here) as z:     # a damaged one raises all sorts
         return dict(size=size, crc=zlib.crc32(repr([(i.CRC, i.file_size) for i in z.infolist()]).encode()))
     return dict(size=size, crc=size and zlib.crc32(np.memmap(here, mode="r")))
 
@@ -387,7 +390,7 @@ def resolve(source, hint=""):
         raise BadInput(f"{name or repr(source)} does not exist{'; ' + hint if hint else ''}")
     it = -1
     entries = files.names(file)
-    if entries or (isinstance(file, Path) and file.is_dir()):
+    if entries or file.is_dir():
         folder = file / "checkpoints" if "checkpoints" in entries else file
         it, _ = newest(folder, lambda text: print(text, flush=True))
         if it is None:

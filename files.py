@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import BadInput
 
-CURE = "check the credentials, the bucket and the server (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL)"
+CURE = "check the credentials, the bucket, the server (AWS_PROFILE, AWS_ENDPOINT_URL, ...) and $TMPDIR"
 PATIENCE = dict(connect_timeout=3, read_timeout=15, retries=dict(mode="standard", total_max_attempts=4))
 SLOWEST = 2 ** 20       # bytes per second; an upload that is slower is given up
 
@@ -24,13 +24,19 @@ def place(text):
     """A path or a URL as pathlib.Path or UPath, which the functions below take."""
     scheme, url, rest = str(text).partition("://")
     if not url:
-        return Path(text).expanduser()
+        return Path(os.path.expanduser(text))
+    if scheme in ("file", "local"):
+        return Path(rest)
     if re.match(r"[^/@]*:[^/]*@", rest):
         raise BadInput(f"a URL {scheme}:// with a password would be logged; leave that to the environment")
+    if scheme.startswith("http") and "?" in rest:
+        raise BadInput(f"a URL {scheme}:// with a query would be logged; fetch that file first")
     try:
         import fsspec
         from upath import UPath
         fsspec.config.conf.setdefault("s3", {}).setdefault("config_kwargs", PATIENCE)
+        if scheme in ("s3", "s3a") and not rest.partition("/")[0]:
+            raise BadInput("it names no bucket")        # s3://$BUCKET, which is not set
         found = UPath(text)
         found.fs                                        # an unknown scheme or a missing package shows here
         return found
@@ -63,7 +69,7 @@ def spoken(verb, file):
     except Exception as said:
         while isinstance(said, RuntimeError) and (said.__cause__ or said.__context__):
             said = said.__cause__ or said.__context__   # torch.save raises one of its own on top
-        if type(said).__module__ in ("builtins", "common") and not isinstance(said, OSError):
+        if type(said).__module__ in ("builtins", "common", "torch") and not isinstance(said, OSError):
             raise                                       # a store's are of botocore, aiohttp, ...
         cure = "check the disk, or free some space" if isinstance(file, Path) else CURE
         safe = "what was there before is untouched, start again to continue; " if verb == "write" else ""
@@ -74,8 +80,8 @@ def write(file, save):
     """Call save(f), f a binary file open for writing, and put that in place of `file` in one step. If it
     fails what was there before stays, and an error of the disk or the store is BadInput."""
     local = isinstance(file, Path)
-    near = contextlib.nullcontext(file.parent) if local else tempfile.TemporaryDirectory(prefix="fewstep_")
-    with spoken("write", file), near as folder:
+    with spoken("write", file), (contextlib.nullcontext(file.parent) if local else
+                                 tempfile.TemporaryDirectory(prefix="fewstep_")) as folder:
         hidden = Path(folder, f".{file.name}.{os.getpid()}.tmp")
         try:
             with open(hidden, "wb") as f:
@@ -86,7 +92,10 @@ def write(file, save):
                 os.replace(hidden, file)
             else:                                       # botocore waits for ever if a server does not read
                 limit = 5 * PATIENCE["read_timeout"] + hidden.stat().st_size / SLOWEST
-                store(file).put_file(str(hidden), file.path, timeout=limit)
+                fs, part = store(file), file.path if file.fs.async_impl else f"{file.path}.tmp"
+                fs.put_file(str(hidden), part, timeout=limit)
+                if part != file.path:                   # sftp, ... write in place
+                    fs.mv(part, file.path)
         finally:
             hidden.unlink(missing_ok=True)
 
@@ -102,7 +111,7 @@ def remove(file):
     """Delete a file, or a folder with all in it, if it is there."""
     with spoken("delete", file), contextlib.suppress(FileNotFoundError):
         if isinstance(file, Path):
-            return shutil.rmtree(file) if file.is_dir() else file.unlink()
+            return shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
         for each in store(file).find(file.path):        # fs.rm takes * and [ for patterns, and says nothing
             file.fs.rm_file(each)                       # where the server refuses
 
@@ -113,7 +122,9 @@ def fetch(file):
     if isinstance(file, Path):
         yield file
         return
-    with tempfile.TemporaryDirectory(prefix="fewstep_") as folder:
+    with spoken("read", file):
+        near = tempfile.TemporaryDirectory(prefix="fewstep_")
+    with near as folder:
         here = Path(folder, file.name)
         with spoken("read", file):
             try:

@@ -43,7 +43,7 @@ def check(cfg, world, defaults):
         low = (1 if key in ("batch_size", "accum", "val_batches", "steps") else -1 if key == "classes" else
                0 if re.fullmatch(r"(max|lr)_\w+|\w+_(weight|decay|every|ratio|size|rate)|lr|clip|seed|warmup|"
                                  r"workers|augment|stop_at|keep_last|timeout_s", key) else -2 ** 63)
-        high = dict(augment=1, workers=256, max_iter=9_999_999).get(key, 2 ** 63)   # N.pth has seven digits
+        high = dict(augment=1, workers=256, max_iter=9_999_999, timeout_s=10 ** 8).get(key, 2 ** 63)    # N.pth
         for v in value if isinstance(value, tuple) else (value,):
             if isinstance(v, (int, float)) and not low <= v <= high:
                 raise BadInput(f"--{key} {value} " + (
@@ -300,7 +300,10 @@ def take_lock(folder, rank, gloo):
     """One run per folder at a time. The lock is the kernel's: it ends with the process, however that ends.
     A store has none. Two runs with one URL would write whole files each, the last one's would stay."""
     none = rank or not isinstance(folder, Path)
-    handle, error = open(os.devnull if none else folder / ".lock", "w"), None
+    try:
+        handle, error = open(os.devnull if none else folder / ".lock", "w"), None
+    except OSError as e:                                # of another user
+        none, error = True, f"could not open {folder}/.lock ({e.strerror}); use --name NEW"
     for attempt in range(0 if none else 20):            # a killed predecessor may still be saving
         error = None
         try:

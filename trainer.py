@@ -391,6 +391,8 @@ def train(method, cfg, changed=(), dry_run=False):
                 checkpoint(done)
             look(done)                                   # after the save: what fails here costs nothing
     except Exception:                                   # nothing collective here: the others may have left
+        if saver.busy():
+            saver.thread.join()
         if rank == 0 and mesh is None and done not in (None, saved, start):     # a first one gained nothing
             with contextlib.suppress(BadInput):         # the first sentence is the one that counts
                 saver.alone(done, content(done))
@@ -414,7 +416,7 @@ def train(method, cfg, changed=(), dry_run=False):
         grid = folder / "samples" / f"{done:07d}.png"
         for phase in [p for p in opts if not counts[p]]:
             say(f"WARNING: no update of phase {phase!r} was applied", "warning")
-        say(f"done: {file}\nsamples: {grid if files.exists(grid) else 'none'}", "warning")
+        say(f"done: {file}\nsamples: {grid if cfg['sample_every'] else 'none'}", "warning")
         if cfg["data"] == "digits":
             say(f"score it: python evaluate.py {shlex.quote(str(folder))}", "warning")
     watchdog.mark(done, "", "leaving")

@@ -108,7 +108,7 @@ class Watchdog:
         leave.start()                                   # first, as what follows may hang, too
         line = f"rank {self.rank} made no progress for {seconds:.0f} s at it {it} ({stage}): {self.where()}\n"
         os.write(2, line.encode())                      # the main thread may be inside print, with its lock
-        if self.world > 1 and torch.distributed.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):     # no group, or its store is gone
             store = torch.distributed.distributed_c10d._get_default_store()
             store.set(f"hung/{self.rank}", "")
             threading.Event().wait(moment * 0.7)
@@ -139,8 +139,9 @@ def deterministic(on):
 def profile_window(cfg):
     """First and last iteration of --profile; (0, -1) if it is off. Raises BadInput."""
     window = cfg["profile"] or (0, -1)
-    if cfg["profile"] and not ([*map(type, window)] == [int, int] and 0 <= window[0] <= window[1]):
-        raise BadInput(f"--profile {window} is not first,last: two iterations, such as 10,14")
+    if cfg["profile"] and not ([*map(type, window)] == [int, int]
+                               and 0 <= window[0] <= window[1] and window[0] < cfg["max_iter"]):
+        raise BadInput(f"--profile {window} is not first,last: two iterations before max_iter, such as 10,14")
     return window
 
 
@@ -173,16 +174,23 @@ class Profile:
             file = self.folder / f"{self.first:07d}-{self.it:07d}.rank{self.rank}.json"
             try:
                 prof.stop()
-                table = prof.key_averages().table(f"self_{self.device.type}_time_total", row_limit=40)
+                kind = "cuda" if self.device.type == "cuda" else "cpu"
+                table = prof.key_averages().table(f"self_{kind}_time_total", row_limit=40)
                 files.make(self.folder)
-                files.write(file, lambda f: prof.export_chrome_trace(f.name))
+                files.write(file, lambda f: prof.export_chrome_trace(f.name) or saved(f))
                 files.write(file.with_suffix(".txt"), lambda f: f.write(table.encode()))
                 if self.device.type == "cuda":
                     files.write(file.with_suffix(".pickle"), lambda f: torch.cuda.memory._dump_snapshot(f.name))
-                    torch.cuda.memory._record_memory_history(enabled=None)
                 self.say(f"profile of it {self.first} to {self.it}: {file}", "warning")
             except (BadInput, OSError, RuntimeError) as e:      # not worth a run
                 self.say(f"WARNING: no profile {file} ({e})", "warning")
+            if self.device.type == "cuda":
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def saved(f):
+    if not os.path.getsize(f.name):                     # kineto only prints that a disk is full
+        raise OSError("the trace could not be written")
 
 
 def device_values(device):

@@ -337,11 +337,13 @@ def test_weights_that_are_not_finite_are_not_saved(outputs):
     assert re.search(r"1 weights of student are not finite \(\w+\.", sentence)
     assert ckpt.scan(outputs / "sft" / "checkpoints") == []
 
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("kind", [common.BadInput, RuntimeError, KeyError])
-def test_what_is_done_is_saved_before_a_bad_end(outputs, kind, at):
+@pytest.mark.parametrize("at, kind, how", [
+    *((at, kind, {}) for at in (0, 3) for kind in (common.BadInput, RuntimeError, KeyError)),
+    (3, common.BadInput, dict(async_save=True, save_every=3))])         # being written when the error comes
+def test_what_is_done_is_saved_before_a_bad_end(outputs, monkeypatch, kind, at, how):
     method = around_step(lambda values, nets, it: values if it != at else (_ for _ in ()).throw(kind("gone")))
-    cfg = config(method, max_iter=6)
+    cfg, save = config(method, max_iter=6, **how), ckpt.save
+    monkeypatch.setattr(ckpt, "save", lambda *args: time.sleep(0.5 if how else 0) or save(*args))
     refused(run.run, method, cfg, says=["gone"], error=kind)
     assert ckpt.scan(outputs / "sft" / "checkpoints") == ([at] if at else [])   # a method is being written
     states = [saved(run.run(load("sft"), cfg | dict(name=name)).folder, 6) for name in ("sft", "straight")]

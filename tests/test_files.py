@@ -2,6 +2,7 @@
 import itertools
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -77,13 +78,13 @@ def bucket(server, request):
 def folder(request, tmp_path, bucket):
     return files.place(str(tmp_path) if request.param == "disk" else bucket.at + "/some/run")
 
-def put(file, *parts, error=None):
+def put(file, *parts, fault=None):
     """Writes the parts, then fails if there is an error."""
     def save(f):
         for part in parts:
             f.write(part)
-        if error:
-            raise error
+        if fault:
+            raise fault
     files.write(file, save)
 
 @pytest.mark.parametrize("parts", [(), (b"new",), (b"a" * PART, b"b" * PART, b"c")], ids=["0", "1", "many"])
@@ -92,10 +93,10 @@ def test_a_write_replaces_or_changes_nothing(folder, server, parts):
     put(file, b"old")
     says = [f"could not write {file} (No space left on device); what was there before is untouched",
             "free some space" if isinstance(folder, Path) else "check the credentials"]
-    refused(put, file, *parts, error=OSError(28, "No space left on device"), says=says)
+    refused(put, file, *parts, fault=OSError(28, "No space left on device"), says=says)
     for error in KeyError("a mistake"), KeyboardInterrupt(), common.BadInput("not finite"):
         with pytest.raises(type(error)) as raised:
-            put(file, *parts, error=error)
+            put(file, *parts, fault=error)
         assert raised.value is error
     assert files.read(file) == b"old" and files.names(folder) == ["x.bin"]
     put(file, *parts)
@@ -110,6 +111,24 @@ def test_torch_writes_and_reads_and_its_error_is_the_disks(bucket, monkeypatch):
     assert not here.parent.exists()
     monkeypatch.setattr(files, "open", lambda *_: open("/dev/full", "wb"), raising=False)
     refused(ckpt.save, file, state, says=[f"could not write {file} (No space left on device); "])
+
+def test_what_is_no_fault_of_disk_or_store_is_not_called_one(bucket, tmp_path, monkeypatch):
+    for url, says in (("s3:///x", "names no bucket"), ("http://h/t.pth?sig=SECRET", "would be logged")):
+        assert "SECRET" not in refused(files.place, url, says=[says])
+    assert files.place(f"file://{tmp_path}/x") == tmp_path / "x" and files.place("~nobody9/x").name == "x"
+    def boom(f):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(torch.AcceleratorError):
+        files.write(tmp_path / "x", boom)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    files.remove(tmp_path / "link")
+    assert (tmp_path / "real").is_dir() and not (tmp_path / "link").exists()
+    file = files.place(bucket.at + "/1.pth")
+    ckpt.save(file, dict(a=1))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))    # nor is a checkpoint damaged
+    for act in lambda: put(file, b"new"), lambda: ckpt.load(file):
+        assert "$TMPDIR" in refused(act) and not isinstance(sys.exc_info()[1], ckpt.Damaged)
 
 @pytest.mark.parametrize("fault", ["gone", "silent"])
 def test_a_server_that_goes_during_a_write_loses_nothing(bucket, server, monkeypatch, fault):
