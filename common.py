@@ -197,6 +197,69 @@ def predict(net, x_t, t, cond, target="x0", uncond=None, guidance=1.0, **kw):
     return pred if rest is None else {**rest, "out": pred}
 
 
+@functools.lru_cache
+def ratio_range(schedule):
+    """sigma / alpha at both ends of t_range, at most 1e4: floats."""
+    alpha, sigma = alpha_sigma(schedule, torch.tensor(t_range(schedule), dtype=torch.float64, device="cpu"))
+    return (sigma / alpha.clamp(min=1e-4)).tolist()
+
+
+def predict_on(schedule, net, x_t, t, cond, target, uncond=None, guidance=1.0, std=1.0, top=0.0, **kw):
+    """`predict` for x_t = alpha x0 / std + sigma eps of any schedule, by a net that may have another: it sees
+    its own noised sample of the same sigma / alpha (and r, if in kw, likewise), kept within the range of its
+    times, or below `top`, so that nothing is inf * 0. Differentiable in x_t, t and r, in forward mode too."""
+    if (net.schedule, std) == (schedule, 1):
+        return predict(net, x_t, t, cond, target, uncond, guidance, **kw)
+    low, high = ratio_range(net.schedule)
+
+    def own(t):
+        alpha, sigma = alpha_sigma(schedule, t)
+        return t_from_ratio(net.schedule, (std * sigma / alpha).clamp(low, top or high))
+
+    t_net, (alpha, sigma) = own(t), alpha_sigma(schedule, t)
+    a, b = alpha_sigma(net.schedule, t_net)
+    c = ((a ** 2 + b ** 2) / ((alpha / std) ** 2 + sigma ** 2)).sqrt()
+    kw |= dict(r=own(kw["r"])) if "r" in kw else {}
+    out = predict(net, expand(c, x_t) * x_t, t_net, cond, "x0", uncond, guidance, **kw)
+    pred = convert(schedule, x_t, (out["out"] if isinstance(out, dict) else out) / std, t, "x0", target)
+    return {**out, "out": pred} if isinstance(out, dict) else pred
+
+
+JVP = ("apart", "fused", "difference")
+
+
+def value_and_tangent(f, args, tangents, how="apart", up=0.01, down=0.01, value=None):
+    """f(*args), and the derivative of its first item along the tangents, without a graph and with the same
+    dropout masks. f returns a tuple of tensors. value(): in the place of f(*args), but for "fused".
+    apart       a forward-mode pass without graph, in float32 under autocast too, then f
+    fused       one forward-mode pass for both; its graph holds the tangent's
+    difference  (f(args + up tangents) - f(args - down tangents)) / (up + down), steps (B,) or numbers"""
+    known("--jvp", how, JVP)
+    if how == "fused":
+        out, tangent = torch.func.jvp(f, args, tangents)
+        return out, tangent[0].detach()
+    first, device = lambda *a: f(*a)[0], args[0].device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), repeated(device):
+        if how == "apart":
+            tangent = torch.func.jvp(first, args, tangents)[1]      # bare dual numbers: wrong under --compile
+        else:
+            up, down = (torch.as_tensor(h, device=device).expand(len(args[0])) for h in (up, down))
+            moved = lambda h: first(*(a + expand(h, a).to(a.dtype) * d for a, d in zip(args, tangents)))
+            with repeated(device):
+                ahead = moved(up)
+            tangent = (ahead - moved(-down)) / expand(up + down, ahead)
+    return value() if value else f(*args), tangent
+
+
+def check_jvp(how, parallel):
+    """BadInput where the kind of value_and_tangent is unknown or cannot run."""
+    known("--jvp", how, JVP)
+    version = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+    if how != "difference" and parallel == "fsdp" and version < (2, 13):
+        raise BadInput(f"--jvp {how} under --parallel fsdp needs torch 2.13, not {torch.__version__}; use "
+                       "--jvp difference or --parallel ddp")
+
+
 # ---------------------------------------------------------------- times: p(t), step lists
 
 def karras(n, t_min, t_max, rho=7.0):
@@ -257,6 +320,12 @@ def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_mi
     return t.clamp(lo, hi)
 
 
+def t_bin(t, bins, **params):
+    """(B,) int64: which of `bins` equally likely intervals of a p(t), params of t_quantile, t is in."""
+    edges = t_quantile(torch.arange(1, bins, dtype=torch.float64, device="cpu") / bins, **params)
+    return torch.bucketize(t, edges.to(t.device, t.dtype), right=True)
+
+
 def sample_t(n, dist, schedule, device, **params):
     """n draws from the device's default generator, params of t_quantile: (n,) float64 (float32 on MPS)."""
     if torch.device(device).type == "mps":
@@ -307,19 +376,47 @@ def few_step(x0_of, noise, ts, schedule, kind="sde"):
     return x0_of(*rollout(x0_of, noise, ts, schedule, kind, len(ts) - 2))
 
 
-def heun(net, noise, cond, steps, uncond=None, guidance=1.0):
+def student_input(x0_of, x0, ts, schedule, kind, sampler, k):
+    """(x_t, t (B,)) for a few-step student in training. "simulation": for its call k (from 0), after k own
+    ones from noise without gradient. "data": x0 noised to one of ts per sample, where there are several."""
+    known("student_input", kind, ("simulation", "data"))
+    if kind == "data" and len(ts) > 2:
+        which = torch.randint(len(ts) - 1, (len(x0),), device=x0.device)
+        t = torch.stack([t_like(s, x0) for s in ts[:-1]])[which, torch.arange(len(x0), device=x0.device)]
+        return add_noise(schedule, x0, torch.randn_like(x0), t), t
+    with torch.no_grad():
+        return rollout(x0_of, train_noise(x0.shape, x0.device), ts, schedule, sampler, k)
+
+
+def check_steps(steps, trained):
+    """Raises BadInput where a student of `trained` steps is asked for another number."""
+    if steps != trained:
+        raise BadInput(f"this student was trained for {trained} steps, not for --steps {steps}; leave "
+                       f"--steps out, or train one with --steps {steps}")
+
+
+def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2):
     """The teacher's sampler: dx/dt = flow by Heun from sigma noise(0), 2 steps - 1 calls per condition.
     edm: the deterministic sampler of Karras 2022 (alg. 1) on 80 .. 0.002, 0. Else equal steps from t_max.
-    The last step is the x0 prediction: on edm and rf that is Euler's; tables would end at sigma(0) > 0."""
+    The last step is the x0 prediction: on edm and rf that is Euler's; tables would end at sigma(0) > 0.
+    at: descending times. It starts at the first, takes all into its grid, and returns x0, [x at each].
+    order 1: Euler, one call a step."""
     schedule, z = net.schedule, noise(0)
-    ts = karras(steps, *t_range(schedule)).tolist() if schedule == "edm" else t_list(schedule, steps)[:-1]
+    start = at[0] if at else t_range(schedule)[1]
+    ts = (karras(steps, t_range(schedule)[0], start).tolist() if schedule == "edm" else
+          [start * (steps - k) / steps for k in range(steps)])
+    ts = sorted({*at, *(t for t in ts if all(abs(t - a) > 1e-3 * a for a in at))}, reverse=True)
     x = add_noise(schedule, torch.zeros_like(z), z, t_like(ts[0], z))
+    states = [x]
     for t, t_next in zip(ts, ts[1:]):
         d = predict(net, x, t_like(t, x), cond, "flow", uncond, guidance)
-        x_euler = x + (t_next - t) * d
-        d_next = predict(net, x_euler, t_like(t_next, x), cond, "flow", uncond, guidance)
-        x = x + (t_next - t) * (d + d_next) / 2
-    return predict(net, x, t_like(ts[-1], x), cond, "x0", uncond, guidance)
+        if order == 2:
+            x_euler = x + (t_next - t) * d
+            d = (d + predict(net, x_euler, t_like(t_next, x), cond, "flow", uncond, guidance)) / 2
+        x = x + (t_next - t) * d
+        states += [x] if t_next in at else []
+    x0 = predict(net, x, t_like(ts[-1], x), cond, "x0", uncond, guidance)
+    return (x0, states) if at else x0
 
 
 # ---------------------------------------------------------------- losses
@@ -369,11 +466,12 @@ def check_noise(net, pred="", weight="", **time):
     loss_weight(weight or "unit", net.schedule, t, pred or net.pred)
 
 
-def dmd_loss(x, x0_teacher, x0_fake):
-    """Distribution matching: 0.5 mean((x - sg[x - w (fake - teacher)])^2), w = 1 / mean|x - teacher| per
-    sample. Its gradient is w (fake - teacher) / numel exactly; at least float32. Yin 2024, eq. 7 and 8."""
+def dmd_loss(x, x0_teacher, x0_fake, h=1.0):
+    """Distribution matching: 0.5 mean((x - sg[x - w (fake - teacher)])^2), w = h / mean|x - teacher| per
+    sample. Its gradient is w (fake - teacher) / numel exactly; at least float32. Yin 2024, eq. 7 and 8.
+    h: a factor, or one per sample (B,)."""
     x, x0_teacher, x0_fake = wide(x), wide(x0_teacher).detach(), wide(x0_fake).detach()
-    w = 1 / ((x.detach() - x0_teacher).abs().flatten(1).mean(1) + 1e-6)  # (B,)
+    w = h / ((x.detach() - x0_teacher).abs().flatten(1).mean(1) + 1e-6)  # (B,)
     grad = expand(w, x) * (x0_fake - x0_teacher)
     return 0.5 * (x - x.detach() + grad).square().mean()  # not x - (x - grad), which rounds grad away
 
@@ -395,6 +493,42 @@ def r1_approx(logits, logits_perturbed):
     """Mean squared change of the logits as the NOISED real x_t moves by std * noise: std^2 |grad D|^2 (APT).
     FastGen moves the clean image, which penalises the noise itself."""
     return (wide(logits) - wide(logits_perturbed)).square().mean()
+
+
+# ---------------------------------------------------------------- consistency
+
+def noise_level(schedule, t):
+    """sigma / alpha, which is t on edm; t_from_ratio takes it back."""
+    alpha, sigma = alpha_sigma(schedule, t)
+    return sigma / alpha
+
+
+def ect_ratio(images, q, kimg_per_stage, cap):
+    """ECT's curriculum: r / t at high noise, 1 - q^-(stage + 1) at stage images // (1000 kimg), up to cap."""
+    return min(1 - q ** -(images // (1000 * kimg_per_stage) + 1), cap)
+
+
+def ect_r(schedule, t, ratio):
+    """ECT's r = t (1 - (1 - ratio) (1 + 8 sigmoid(-t))) or 0 where that is negative, in noise levels."""
+    level = noise_level(schedule, t)
+    return t_from_ratio(schedule, (level * (1 - (1 - ratio) * (1 + 8 * torch.sigmoid(-level)))).clamp(min=0))
+
+
+consistency_weights = ("gap", "sqrt_gap", "c_out", "c_out_sq", "sigma_sq", "unit")
+
+
+def consistency_loss(f_t, f_r, schedule, t, r, weight="gap", huber_c=0.0, squared=False, sigma_data=0.5):
+    """w rho(|f_t - sg[f_r]|), norm over all dims but the batch: (B,) in at least float32. rho(d) is d^2 where
+    squared, else sqrt(d^2 + c^2) - c, which is d at c = 0. w in noise levels: gap 1 / (t - r), sqrt_gap its
+    root, c_out 1 / c_out(t) with EDM's c_out = t s / sqrt(t^2 + s^2), sigma_sq 1 / t^2, ..."""
+    known("loss weight", weight, consistency_weights)
+    d = torch.linalg.vector_norm((wide(f_t) - wide(f_r).detach()).flatten(1), dim=1)    # gradient 0 at 0
+    rho = d ** 2 if squared else (d ** 2 + huber_c ** 2).sqrt() - huber_c if huber_c else d
+    t, r = noise_level(schedule, t), noise_level(schedule, r)
+    c_out, gap = t * sigma_data * (t ** 2 + sigma_data ** 2).rsqrt(), (t - r).clamp(min=1e-6)
+    over = dict(gap=gap, sqrt_gap=gap.sqrt(), c_out=c_out, c_out_sq=c_out ** 2, sigma_sq=t ** 2,
+                unit=torch.ones_like(t))[weight]
+    return rho / over.to(rho.dtype)
 
 
 # ---------------------------------------------------------------- rates as functions of counts

@@ -6,6 +6,7 @@
     data = "cifar10.zip"   such files in a zip, as EDM's dataset_tool writes it; labels from dataset.json only
     data = "set.npz"       image | images | x | arr_0, uint8 or float in [-1, 1], as NHWC, NCHW or NHW;
                            label | labels | y, integers (N,), or none
+    data = "some/pairs"    what tools/make_pairs.py wrote, or its URL; the last twentieth is held out
 
 dataset.json is {"labels": [["00000/img00000000.png", 3], ...]}, or null in place of the list. All images of
 a set have one size. The first file (in sorted order) sets the channels: grey (also 16-bit) makes a
@@ -23,6 +24,7 @@ import threading
 import zipfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,7 +32,8 @@ import numpy as np
 import torch
 
 import augment
-from common import BadInput
+import files
+from common import BadInput, alpha_sigma
 
 root = Path(__file__).resolve().parent
 suffixes = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
@@ -42,8 +45,8 @@ def load(cfg, split="train"):
     """-> dataset with .shape (C, H, W), .classes (0: no labels), .split, len(), get(index) -> (image, label).
 
     image: uint8, or float32 in [-1, 1], (C, H, W); label: int, -1 = none. cfg["classes"]: -1 = as many as
-    the data has, 0 = ignore labels, N = labels must be below N. Only digits have a held-out part of their
-    own: for other data "val" reads cfg["val_data"], or the training data itself where that is "".
+    the data has, 0 = ignore labels, N = labels must be below N. Digits and pairs have a held-out part of
+    their own: for other data "val" reads cfg["val_data"], or the training data itself where that is "".
     """
     key = "val_data" if split == "val" and cfg.get("val_data") else "data"
     source, classes = cfg[key], cfg.get("classes", -1)
@@ -54,11 +57,16 @@ def load(cfg, split="train"):
             keep = file[split]
             image, label = file["image"][keep], file["label"][keep]
         return Arrays(image[:, None].astype(np.float32) / 8 - 1, label, classes, split, source)
+    if "://" in source:
+        return Pairs(files.place(source), cfg, split)
     path = next((p for p in (Path(source), root / source) if source and os.path.exists(p)), None)
     if path is None:
         raise BadInput(f"--{key} {source or repr(source)} does not exist, neither in {os.getcwd()} nor beside "
-                       "data.py; give a folder of images, a .zip, an .npz, or digits")
+                       "data.py; give a folder of images, a .zip, an .npz, digits, or a teacher's pairs "
+                       f"(`torchrun tools/make_pairs.py --out {source}` makes them for the digits)")
     if path.is_dir():
+        if pairs_meta(path):
+            return Pairs(path, cfg, split)
         names = sorted((Path(folder) / name).relative_to(path).as_posix()
                        for folder, _, files in os.walk(path, followlinks=True) for name in files)
         return Files(path, names, lambda name: (path / name).read_bytes(), classes, split)
@@ -130,6 +138,58 @@ class Files:
             raise BadInput(f"{self.path}: {name} is in colour but the first file, {self.names[0]}, is grey; "
                            "convert one of them")
         return np.broadcast_to(image, self.shape), int(self.label[index])
+
+
+class Pairs:
+    """Samples x0 and the states x on the teacher's way there: mapped files, of a store copies in memory."""
+
+    def __init__(self, path, cfg, split):
+        self.path, self.split, self.meta = path, split, pairs_meta(path)
+        if not self.meta or cfg.get("xflip") or cfg.get("augment"):
+            raise BadInput(f"{path} holds pairs, which --xflip and --augment would part; leave those out"
+                           if self.meta else f"{path} has no meta.json of tools/make_pairs.py, so no pairs")
+        n, t, self.shape = self.meta["pairs"], self.meta["path_t"][0], tuple(self.meta["shape"])
+        self.shards = [pairs_shard(path, self.meta, k) for k in range(-(-n // self.meta["shard"]))]
+        std, sigma = self.shards[0][:256, 0].std(), float(alpha_sigma(self.meta["schedule"], t)[1])
+        if abs(std / sigma - 1) > 0.1:
+            raise BadInput(f"{path}: the noise has a standard deviation of {std:.3g}, not {sigma:.3g} as at "
+                           f"t = {t:g}; states are stored as the nets see them, sigma z: make the pairs anew")
+        self.ids = range(n)[:-max(n // 20, 1)] if split == "train" else range(n)[-max(n // 20, 1):]
+        label, self.classes = check_labels(self.meta["labels"], range(n), cfg.get("classes", -1), path)
+        self.label, self.about = label[self.ids], dict(pairs_of=self.meta["data"])
+
+    def __len__(self):
+        return len(self.ids)
+
+    def row(self, index):
+        shard, at = divmod(self.ids[index], self.meta["shard"])
+        return np.array(self.shards[shard][at])                                 # (P + 1, C, H, W)
+
+    def get(self, index):
+        return self.row(index)[-1], int(self.label[index])
+
+    def states(self, ids):
+        path = torch.from_numpy(np.stack([self.row(i)[:-1] for i in ids]))      # (b, P, C, H, W)
+        return dict(path=path, path_t=torch.tensor(self.meta["path_t"], dtype=torch.float64))
+
+
+def pairs_meta(path):
+    """What meta.json of tools/make_pairs.py says, or {} where there is none."""
+    with suppress(ValueError, TypeError):               # of no bytes
+        meta = json.loads(files.read(path / "meta.json"))
+        return meta if "path_t" in meta else {}
+    return {}
+
+
+def pairs_shard(path, meta, k):
+    """File k of the pairs, (pairs, P + 1, C, H, W), x0 last; BadInput if it is not there and whole."""
+    file, n = path / f"{k:07d}.npy", min(meta["shard"], meta["pairs"] - k * meta["shard"])
+    with suppress(OSError, ValueError, TypeError):
+        local = isinstance(file, Path)
+        rows = np.load(file if local else io.BytesIO(files.read(file)), mmap_mode="r" if local else None)
+        if rows.shape == (n, len(meta["path_t"]) + 1, *meta["shape"]):
+            return rows
+    raise BadInput(f"{file} is missing or not whole; the command that made {path} makes the rest")
 
 
 def decode_file(read, name):
@@ -286,6 +346,8 @@ class Loader:
             images.append(image)
             labels.append(label)
         raw = dict(image=torch.from_numpy(np.stack(images)), label=torch.tensor(labels), id=torch.tensor(ids))
+        if hasattr(self.dataset, "states"):
+            raw |= self.dataset.states(ids)
         if self.p:
             raw["augment"] = torch.from_numpy(augment.draw(rngs, self.p, self.ops))
         return {k: v.pin_memory() for k, v in raw.items()} if self.pin else raw

@@ -194,7 +194,7 @@ def main(argv):
                 raise
             say(f"WARNING: checkpoint {it} is left out: {e}")
             continue
-        if run.cfg["data"] != "digits":
+        if run.state["data"].get("pairs_of", run.cfg["data"]) != "digits":
             raise BadInput(f"{run.folder} is a run on {run.cfg['data']}; this version scores --data digits "
                            f"only (FID needs Inception weights); sample.py --out FOLDER feeds another tool")
         names = [sample.pick_net(run, n) for n in args.net.split(",")]

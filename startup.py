@@ -43,7 +43,7 @@ def check(cfg, world, defaults):
         low = (1 if key in ("batch_size", "accum", "val_batches", "steps") else -1 if key == "classes" else
                0 if re.fullmatch(r"(max|lr)_\w+|\w+_(weight|decay|every|ratio|size|rate)|lr|clip|seed|warmup|"
                                  r"workers|augment|stop_at|keep_last|timeout_s", key) else -2 ** 63)
-        high = dict(augment=1, workers=256, max_iter=9_999_999, timeout_s=10 ** 8).get(key, 2 ** 63)    # N.pth
+        high = dict(augment=1, workers=256, max_iter=9_999_999, timeout_s=10 ** 8).get(key, 2 ** 63)   # N.pth
         for v in value if isinstance(value, tuple) else (value,):
             if isinstance(v, (int, float)) and not low <= v <= high:
                 raise BadInput(f"--{key} {value} " + (
@@ -166,7 +166,7 @@ def check_settings(method, cfg, nets, world, defaults):
 def fingerprint(cfg, dataset):
     """What tells this data set from another without reading it all: its size, all labels, some samples."""
     some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 16))]
-    return dict(path=cfg["data"], samples=len(dataset),
+    return dict(path=cfg["data"], samples=len(dataset), **getattr(dataset, "about", {}),
                 crc=zlib.crc32(b"".join(a.tobytes() for a in [dataset.label, *some])))
 
 

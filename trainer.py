@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent
 
 defaults = dict(
     net="edm:digits",        # family:size[,option=value]: edm:cifar10, edm:imagenet64, edm:digits, toy:tiny
-    data="digits",           # "digits" (embedded), or a folder of images, a .zip with dataset.json, an .npz
+    data="digits",           # "digits" (embedded), a folder of images or pairs, a .zip, an .npz: data.py
     classes=-1,              # classes the nets are built for: -1 = those of the data, 0 = unconditional
     val_data="",             # held-out data; "" = the held-out digits, for other data the training data
     xflip=False,             # random horizontal flips
@@ -119,6 +119,8 @@ def train(method, cfg, changed=(), dry_run=False):
         if shape != tuple(some.shape):
             raise BadInput(f"--{key} {cfg[key]} has samples of shape {tuple(some.shape)}, --net {cfg['net']} "
                            f"takes {shape}; choose a net of that shape")
+        for _, changes in startup.val_settings(cfg) if hasattr(method, "check") else ():
+            method.check(some, nets, cfg | changes)
     trainable = {n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in nets.items()}
     inits, turns = startup.check_method(method, cfg, nets, trainable)
     startup.check_settings(method, cfg, nets, world, defaults)
@@ -417,7 +419,7 @@ def train(method, cfg, changed=(), dry_run=False):
         for phase in [p for p in opts if not counts[p]]:
             say(f"WARNING: no update of phase {phase!r} was applied", "warning")
         say(f"done: {file}\nsamples: {grid if cfg['sample_every'] else 'none'}", "warning")
-        if cfg["data"] == "digits":
+        if fingerprint.get("pairs_of", cfg["data"]) == "digits":
             say(f"score it: python evaluate.py {shlex.quote(str(folder))}", "warning")
     watchdog.mark(done, "", "leaving")
     say.progress(None)

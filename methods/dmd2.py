@@ -8,13 +8,7 @@
               gan_d  softplus(D(features(x_t))) + softplus(-D(features(x0_t)))
               r1     mean (D(x0_t) - D(x0_t + r1_alpha noise))^2: approximate R1 (APT, arXiv 2501.08316)
 
-The student's turn is it % (update_ratio + 1) == update_ratio. Features: the fake score's encoder, which gan_d
-then also trains (paper), or the teacher's (FastGen, LADD). The generated features come out of the pass that
-computes dsm, at its noise level: the same expectation for one pass less. Several steps: the input of step k
-is what the student makes of noise in k steps without gradient (backward simulation, paper) or noised data.
-
-    python train.py methods/dmd2.py --max_iter 600                    under a minute, digits
-    python train.py methods/dmd2.py [--steps 2]                       the README's result
+    python train.py methods/dmd2.py [--steps 2]               the README's result; --max_iter 600: a short try
     torchrun --nproc_per_node 8 train.py methods/dmd2.py --preset imagenet64 --data imagenet-64x64.zip
 """
 import torch
@@ -23,61 +17,42 @@ import common
 from nets.discriminators import UNetHead
 
 config = dict(
-    recipes="dmd2",
-    teacher="assets/digits.pth",
+    recipes="dmd2", teacher="assets/digits.pth",
     max_iter=3600,                   # = 600 student updates; N of the paper are N (ratio + 1) / ratio here
     batch_size=64,
-    update_ratio=5,                  # fake updates per student update; at least 1
-    lr=6e-4,                         # student
-    lr_fake=1.2e-3,                  # fake score
-    lr_disc=1e-3,                    # discriminator
-    lr_schedule="cosine:0.1",        # paper: constant
-    warmup=20,
+    update_ratio=5,                  # fake updates before each student update; at least 1
+    lr=6e-4, lr_fake=1.2e-3, lr_disc=1e-3,      # student, fake score, discriminator
+    lr_schedule="cosine:0.1", warmup=20,        # paper: constant, none
     optimizer="adamw",               # adamw, adam, radam
     betas=(0.9, 0.999),              # of the optimizer's two moments
     weight_decay=0.01,               # 0 = off
     t_list=(2.5, 0.8, 0.4),          # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
-    student_input="simulation",      # of the later steps: simulation (paper), or data (noised data, FastGen)
+    student_input="simulation",      # of later steps: simulation (own samples, paper), data (noised, FastGen)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     t_dist="lognormal",              # noise levels of dsm and GAN; common.t_quantile lists them
-    t_mean=-0.5,                     # of lognormal and logitnormal
-    t_std=1.0,                       # of the same
-    t_shift=5.0,                     # of "shifted"
-    t_min=0.02,                      # bounds of t; 0 = the schedule's own
-    t_max=10.0,                      # 0 = the schedule's own
+    t_mean=-0.5, t_std=1.0, t_shift=5.0,        # of lognormal and logitnormal; of "shifted"
+    t_min=0.02, t_max=10.0,          # bounds of t; 0 = the schedule's own
     dm_t_dist="polynomial",          # noise levels of dm (paper, dsm and GAN too)
-    dm_t_min=0.2,                    # bounds of t in dm; the paper's, for edm: 0.00323
-    dm_t_max=10.0,                   # and 72.06
-    fake_pred="",                    # space of the fake score's error: x0, eps, v, flow; "" = the net's own
-    fake_weight="",                  # its weight; "" = edm for x0 errors on edm nets (paper), else unit
+    dm_t_min=0.2, dm_t_max=10.0,     # bounds of t in dm; the paper's, for edm: 0.00323 and 72.06
+    fake_pred="", fake_weight="",    # space (x0, eps, v, flow) and weight of dsm; "" = as sft.py (paper)
     gan_weight=0.3,                  # of gan_g; paper: 3e-3; 0 = no GAN
-    gan_d_weight=0.1,                # of gan_d; paper: 1e-2; 0 = the discriminator is not trained
+    gan_d_weight=0.1,                # of gan_d; paper: 1e-2; 0 = the discriminator does not learn
     gan_loss="softplus",             # softplus, hinge
-    gan_features="fake_score",       # fake_score (paper), teacher (FastGen)
+    gan_features="fake_score",       # encoder of: fake_score (paper; gan_d trains it too), teacher (FastGen)
     gan_taps=(0, 1),                 # encoder features for the discriminator; "" = the last
     gan_same_noise=False,            # real samples get the t and eps of the generated ones
-    r1_weight=0.0,                   # of r1; 0 = off
-    r1_alpha=0.1,                    # size of its perturbation
+    r1_weight=0.0, r1_alpha=0.1,     # of r1, 0 = off; and the size of its perturbation
     ema=("ema:power=0.15",),
 )
 
-published = dict(t_list=(), t_dist="polynomial", t_min=0.0, t_max=0.0, dm_t_min=0.0, dm_t_max=0.0,
-                 lr_schedule="constant", warmup=0, save_every=5000, val_every=5000, sample_every=5000)
 presets = dict(
-    # The paper has no CIFAR-10 recipe: FastGen's settings (FID 1.99 reported). They differ from the paper's:
-    # features of the teacher at three scales, discriminator weight 1, four fake updates per student update.
-    # FastGen trains the fake score without EDM's weight; here with it.
-    cifar10=published | dict(
-        net="edm:cifar10", data="cifar10-32x32.zip", teacher="edm-cifar10-32x32-cond-vp.pth", batch_size=2048,
-        max_iter=100000, update_ratio=4, lr=1e-4, lr_fake=1e-4, lr_disc=1e-4, gan_weight=1e-3,
-        gan_d_weight=1.0, gan_features="teacher", gan_taps=(0, 1, 2),
-        ema=("ema:0.9999", "ema_99995:0.99995", "ema_9996:0.9996")),
-    # The paper's ImageNet-64: 7 x 40 images, bf16 (fp16 diverges), indices 20 .. 980 of 1000 for dm;
-    # assumption: 200 k updates of F
-    imagenet64=published | dict(
+    # 7 x 40 images, bf16 (fp16 diverges), indices 20 .. 980 of 1000 for dm; assumption: 200 k updates of F
+    imagenet64=dict(
         net="edm:imagenet64", data="imagenet-64x64.zip", teacher="edm-imagenet-64x64-cond-adm.pth",
-        batch_size=280, max_iter=240000, lr=2e-6, lr_fake=2e-6, lr_disc=2e-6, amp="bf16", gan_weight=3e-3,
-        gan_d_weight=1e-2, gan_taps=(), dm_t_min=0.00323, dm_t_max=72.06, ema=("ema:0.9999",)),
+        batch_size=280, max_iter=240000, lr=2e-6, lr_fake=2e-6, lr_disc=2e-6, lr_schedule="constant",
+        warmup=0, amp="bf16", t_list=(), t_dist="polynomial", t_min=0.0, t_max=0.0, dm_t_min=0.00323,
+        dm_t_max=72.06, gan_weight=3e-3, gan_d_weight=1e-2, gan_taps=(), ema=("ema:0.9999",), save_every=5000,
+        val_every=5000, sample_every=5000),
 )
 
 
@@ -85,8 +60,7 @@ def build(cfg):
     if cfg["update_ratio"] < 1:
         raise common.BadInput(f"--update_ratio {cfg['update_ratio']} must be at least 1")
     student, teacher, fake_score = (common.make_net(cfg["net"], label_dim=cfg["classes"]) for _ in range(3))
-    teacher.eval().requires_grad_(False)
-    nets = dict(student=student.train(), teacher=teacher, fake_score=fake_score.train())
+    nets = dict(student=student, teacher=teacher.eval().requires_grad_(False), fake_score=fake_score)
     # values that only step() reads are refused here, before any work
     levels(student, cfg)
     for key, choices in dict(student_input=("simulation", "data"), sampler=("sde", "ode"),
@@ -95,7 +69,7 @@ def build(cfg):
     for part in "", "dm_":
         common.check_noise(student, cfg["fake_pred"], cfg["fake_weight"], **times(cfg, part))
     if cfg["gan_weight"]:
-        nets["discriminator"] = UNetHead(teacher.tap_shapes(taps(teacher, cfg))).train()
+        nets["discriminator"] = UNetHead(teacher.tap_shapes(taps(teacher, cfg)))
     return nets
 
 
@@ -105,9 +79,8 @@ def init(cfg):
 
 def optimizers(nets, cfg):
     how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    fake = [dict(params=list(nets["fake_score"].parameters()), lr=cfg["lr_fake"])]
-    if cfg["gan_weight"]:
-        fake.append(dict(params=list(nets["discriminator"].parameters()), lr=cfg["lr_disc"]))
+    fake = [dict(params=list(nets[name].parameters()), lr=cfg[lr])
+            for name, lr in (("fake_score", "lr_fake"), ("discriminator", "lr_disc")) if name in nets]
     return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how),
                 fake=common.optimizer(fake, **how))
 
@@ -143,53 +116,38 @@ def student_step(nets, batch, it, cfg):
 def fake_step(nets, batch, it, cfg):
     fake_score, cond, x0 = nets["fake_score"], batch["cond"], batch["x0"]
     discriminator = nets.get("discriminator") if cfg["gan_d_weight"] else None
-    shared = discriminator is not None and cfg["gan_features"] == "fake_score"
     # generate
     with torch.no_grad():
         x = generate(nets["student"], batch, it, cfg)
-    # denoising loss of the fake score on it; its features come out of the same pass
+    # denoising loss of the fake score on it; the features are of the same pass, which saves one
     t, eps = draw(x, fake_score.schedule, cfg)
-    dsm = common.denoising_loss(fake_score, x, t, eps, cond, cfg["fake_pred"], cfg["fake_weight"],
-                                **(dict(taps=taps(fake_score, cfg)) if shared else {}))
-    dsm, feats = dsm if shared else (dsm, None)
-    dsm = dsm.mean()
-    if discriminator is None:
-        return dsm, dict(dsm=dsm)
-    # discriminator: generated against real
-    t_real, eps_real = (t, eps) if cfg["gan_same_noise"] else draw(x0, fake_score.schedule, cfg)
-    x0_t = common.add_noise(fake_score.schedule, x0, eps_real, t_real)
-    with torch.set_grad_enabled(shared and torch.is_grad_enabled()):    # the teacher's need no graph
-        if not shared:
-            feats = features(nets, common.add_noise(fake_score.schedule, x, eps, t), t, cond, cfg)
-        feats_real = features(nets, x0_t, t_real, cond, cfg)
-    logits_real = discriminator(feats_real)
-    gan_d = common.gan_loss_d(logits_real, discriminator(feats), cfg["gan_loss"])
-    loss, logs = dsm + cfg["gan_d_weight"] * gan_d, dict(dsm=dsm, gan_d=gan_d)
-    if cfg["r1_weight"]:
+    own = dict(taps=taps(fake_score, cfg)) if discriminator and cfg["gan_features"] == "fake_score" else {}
+    dsm = common.denoising_loss(fake_score, x, t, eps, cond, cfg["fake_pred"], cfg["fake_weight"], **own)
+    dsm, feats = dsm if own else (dsm, None)
+    loss = dsm.mean()
+    logs = dict(dsm=loss)
+    if discriminator:
+        # discriminator: generated against real
+        feats = feats or features(nets, common.add_noise(fake_score.schedule, x, eps, t), t, cond, cfg)
+        t, eps = (t, eps) if cfg["gan_same_noise"] else draw(x0, fake_score.schedule, cfg)
+        x0_t = common.add_noise(fake_score.schedule, x0, eps, t)
+        logits = discriminator(features(nets, x0_t, t, cond, cfg))
+        logs["gan_d"] = common.gan_loss_d(logits, discriminator(feats), cfg["gan_loss"])
+        loss = loss + cfg["gan_d_weight"] * logs["gan_d"]
+    if discriminator and cfg["r1_weight"]:
         # approximate R1: the noised sample moves, its noise level does not
         moved = x0_t + cfg["r1_alpha"] * torch.randn_like(x0_t)
-        with torch.set_grad_enabled(shared and torch.is_grad_enabled()):
-            feats_moved = features(nets, moved, t_real, cond, cfg)
-        logs["r1"] = common.r1_approx(logits_real, discriminator(feats_moved))
+        logs["r1"] = common.r1_approx(logits, discriminator(features(nets, moved, t, cond, cfg)))
         loss = loss + cfg["r1_weight"] * logs["r1"]
     return loss, logs
 
 
 def generate(student, batch, it, cfg):
-    """x0 of the student at one of its steps (the same one for the whole batch under simulation)."""
-    cond, x0 = batch["cond"], batch["x0"]
-    x0_of = lambda x, t: common.predict(student, x, t, cond, "x0")                          # noqa: E731
-    ts = levels(student, cfg)
-    if cfg["steps"] > 1 and cfg["student_input"] == "data":
-        k = torch.randint(cfg["steps"], (len(x0),), device=x0.device)
-        t = torch.stack([common.t_like(s, x0) for s in ts[:-1]])[k, torch.arange(len(x0), device=x0.device)]
-        return x0_of(common.add_noise(student.schedule, x0, torch.randn_like(x0), t), t)
-    # backward simulation: an exit step equal on all ranks; one step is its case k = 0
+    """x0 of the student at one of its steps; under simulation an exit step that is equal on all ranks."""
+    x0_of = lambda x, t: common.predict(student, x, t, batch["cond"], "x0")                 # noqa: E731
     k = int(torch.randint(cfg["steps"], (), generator=common.shared_generator(cfg["seed"], it)))
-    noise = common.train_noise(x0.shape, x0.device)
-    with torch.no_grad():
-        x, t = common.rollout(x0_of, noise, ts, student.schedule, cfg["sampler"], k)
-    return x0_of(x, t)
+    return x0_of(*common.student_input(x0_of, batch["x0"], levels(student, cfg), student.schedule,
+                                       cfg["student_input"], cfg["sampler"], k))
 
 
 def levels(net, cfg):
@@ -212,15 +170,11 @@ def taps(net, cfg):
 
 def features(nets, x_t, t, cond, cfg):
     """Encoder features of the fake score or the teacher; nothing behind the last tap is computed."""
-    net = nets[cfg["gan_features"]]
-    return net(x_t, t, cond, taps=taps(net, cfg), stop=True)["taps"]
+    return nets[cfg["gan_features"]](x_t, t, cond, taps=taps(nets["teacher"], cfg), stop=True)["taps"]
 
 
 def sample(net, noise, batch, cfg, steps):
-    """The student's steps, from pure noise. Refuses a step count it was not trained for."""
-    if steps != cfg["steps"]:
-        raise common.BadInput(f"this student was trained for {cfg['steps']} steps, not for --steps {steps}; "
-                              f"leave --steps out, or train one with --steps {steps}")
-    ts = levels(net, cfg)
+    """The student's steps, from pure noise; refuses a step count it was not trained for."""
+    common.check_steps(steps, cfg["steps"])
     x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
-    return common.few_step(x0_of, noise, ts, net.schedule, cfg["sampler"])
+    return common.few_step(x0_of, noise, levels(net, cfg), net.schedule, cfg["sampler"])

@@ -2,7 +2,7 @@
 import torch
 from torch import nn
 
-from common import BadInput
+from common import BadInput, all_mean
 
 
 def group_norm(channels):
@@ -46,3 +46,28 @@ class UNetHead(nn.Module):
         dtype = self.discriminator_heads[0][-1].weight.dtype
         logits = [head(x.to(dtype)).flatten(1) for head, x in zip(self.discriminator_heads, features)]
         return torch.cat(logits, dim=1)
+
+
+class DensityRatio(nn.Module):
+    """Ratios r (B,) over their running mean in the bin that each belongs to, as E[p/q] over q is 1. The means
+    are those of all ranks and move, by 1 - decay, only where gradients are on."""
+
+    def __init__(self, bins, decay):
+        super().__init__()
+        if bins < 1 or not 0 <= decay < 1:
+            raise BadInput(f"{bins} bins of a ratio must be at least 1, the decay {decay} from 0 to below 1")
+        self.decay = decay
+        self.register_buffer("means", torch.empty(bins))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.ones_(self.means)
+
+    def forward(self, r, bins):
+        member = nn.functional.one_hot(bins, len(self.means)).to(r.dtype)                   # (B, bins)
+        total, count = all_mean(torch.stack([(r[:, None] * member).sum(0), member.sum(0)]))
+        means = torch.lerp(total / count, self.means, self.decay)
+        means = torch.where(means.isfinite(), means, self.means)                            # none in a bin
+        if torch.is_grad_enabled():
+            self.means.copy_(means)
+        return r / means[bins]

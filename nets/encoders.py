@@ -2,6 +2,7 @@
 import torch
 
 import augment
+import common
 from common import BadInput
 
 
@@ -10,7 +11,8 @@ def encode(raw, cfg, device):
 
     uint8 v -> v / 127.5 - 1 (as EDM). label is int64, -1 = none: everywhere if cfg["classes"] is 0, and in
     uncond. Where the loader drew augmentations they are applied here (x0 may then leave [-1, 1]) and both
-    conditions carry their labels, augment (B, augment.dim(cfg)).
+    conditions carry their labels, augment (B, augment.dim(cfg)). Pairs come with the states x_t on the
+    teacher's way to x0, path (B, P, C, H, W), at the times path_t (P,); path[:, 0] is sigma z.
     """
     x0 = raw["image"].to(device, non_blocking=True)
     x0 = x0.float() / 127.5 - 1 if x0.dtype == torch.uint8 else x0.float()
@@ -18,7 +20,11 @@ def encode(raw, cfg, device):
     if "augment" in raw:
         x0, labels = augment.apply(x0, raw["augment"], augment.chosen(cfg))
         cond["augment"] = uncond["augment"] = labels
-    return dict(x0=x0, cond=cond, uncond=uncond, id=raw["id"].to(device, non_blocking=True))
+    batch = dict(x0=x0, cond=cond, uncond=uncond, id=raw["id"].to(device, non_blocking=True))
+    if "path" in raw:
+        batch["path"] = raw["path"].to(device, non_blocking=True)
+        batch["path_t"] = torch.cat([common.t_like(t, x0[:1]) for t in raw["path_t"]])
+    return batch
 
 
 def decode(x0, cfg):

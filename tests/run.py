@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -24,13 +25,18 @@ import train
 import trainer
 from nets import encoders
 
+sys.path.insert(0, str(trainer.ROOT / "tools"))
+import make_pairs  # noqa: E402
+
 METHODS = sorted(p.stem for p in (trainer.ROOT / "methods").glob("*.py"))
 SFT, DMD2 = trainer.ROOT / "methods" / "sft.py", trainer.ROOT / "methods" / "dmd2.py"
 TINY = dict(net="toy:tiny", device="cpu", batch_size=8, max_iter=12, workers=0, log_every=1, val_every=0,
             val_batches=1, sample_every=0, save_every=0, wandb="disabled", log_level="warning", group="tests")
 TIMING = ("data_ms", "ms_per_it", "img_per_s", "mem_gb", "eta_s")   # keys of a log line that no run repeats
 # what a method needs besides: its kind of toy net, fewer steps than its own sampler takes
-EXTRA = dict(sft=dict(steps=2, dropout=0.1))
+EXTRA = dict(cm=dict(guidance=2.0),   # else what is its teacher learns from rounding errors
+             mean_flow=dict(guidance=2.0), scm=dict(tangent_warmup=0), f_distill=dict(ratio_bins=0),
+             sft=dict(steps=2, dropout=0.1), ladd=dict(gan_loss="softplus", lr_disc=1e-4, r1_weight=1.0))
 
 def load(name):
     """A fresh copy of a method module, which a test may patch."""
@@ -42,6 +48,10 @@ def config(method, **changes):
     extra = TINY | EXTRA.get(method.path.stem, {})
     if method.config.get("teacher"):
         extra["teacher"] = teacher((extra | changes)["net"])
+    if "stage1" in method.config:
+        extra["stage1"] = extra["teacher"]
+    if "data" in method.config:
+        extra["data"] = pairs((extra | changes)["net"])
     assert {*extra, *changes} <= {*cfg}, {*extra, *changes} - {*cfg}
     return cfg | extra | changes
 
@@ -58,6 +68,13 @@ def teacher(spec):
         fill.draw(net, copy.deepcopy(net), "teacher", 1)
         ckpt.save(file, net.state_dict())
     return str(file)
+
+def pairs(spec):
+    """A folder of 40 pairs of teacher(spec)."""
+    folder = Path(os.environ["FEWSTEP_OUTPUT_ROOT"], "pairs", spec, "digits")
+    if not folder.exists():
+        make_pairs.main(f"--net {spec} --teacher {teacher(spec)} --out {folder} --pairs 40 --steps 2".split())
+    return str(folder)
 
 def nets_of(method, cfg, device="meta"):
     """The nets of a fresh start, filled as the trainer does it."""

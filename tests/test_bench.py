@@ -44,7 +44,16 @@ def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(cap
         assert sum(values[n + 1:n + 7]) == pytest.approx(values[n + 7], abs=0.005)
 
 @pytest.mark.parametrize("name, changes, student, fake", [      # nets called, in either phase
+    ("cm", dict(distill=False, guidance=1.0), "student student", ""),
+    ("cm", dict(guidance=1.0, solver="euler"), "student student teacher", ""),
+    ("cm", {}, "student student teacher teacher teacher teacher", ""),
+    ("tcm", dict(dropout=0.1), "student student stage1", ""), ("tcm", dict(stage1=""), "student student", ""),
     ("sft", {}, "student", ""), ("sft", dict(logvar=True), "student", ""),
+    ("kd", dict(steps=2), "student", ""),
+    ("f_distill", {}, "student fake teacher fake D D", "student fake fake D D"),
+    ("f_distill", dict(divergence="rkl", gan_weight=0.0), "student fake teacher", "student fake fake D D"),
+    ("ladd", {}, "student teacher D", "student teacher teacher teacher D D D"),
+    ("ladd", dict(r1_weight=0.0, steps=2), "student teacher D", "student teacher teacher D D"),
     ("dmd2", dict(gan_weight=0.0), "student fake teacher", "student fake"),
     ("dmd2", dict(gan_weight=0.0, guidance=0.0), "student fake teacher", "student fake"),
     ("dmd2", dict(gan_weight=0.0, guidance=2.0), "student fake teacher teacher", "student fake"),
@@ -59,7 +68,7 @@ def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(cap
 def test_a_step_calls_each_net_as_its_docstring_says_and_the_passes_are_those(name, changes, student, fake):
     method, cfg = run.setup(name, **changes)
     nets, batch = run.nets_of(method, cfg), run.batch_of(cfg)
-    assert ("discriminator" in nets) == bool(cfg.get("gan_weight"))
+    assert ("discriminator" in nets) == bool(cfg.get("gan_weight") or name in ("f_distill", "ladd"))
     opts, calls, short = method.optimizers(nets, cfg), Counter(), dict(fake_score="fake", discriminator="D")
     for key, net in nets.items():       # per net: with a graph or without, whole or to the last tap
         net.register_forward_pre_hook(lambda module, args, kwargs, key=short.get(key, key): calls.update(
@@ -87,4 +96,4 @@ def test_a_method_without_an_entry_is_refused_and_a_copy_is_not(tmp_path, capsys
     assert [row[0] for row in rows["student"][:3]] == ["student forward + backward", "optimizer", "= passes"]
     (tmp_path / "other.py").write_text(text.replace('recipes="sft"', 'recipes="other"'))
     run.refused(bench.main, [str(tmp_path / "other.py")],
-                says=["other.py has recipes 'other'; ", "passes of sft, dmd2: ", "PASSES"])
+                says=["other.py has recipes 'other'; ", "lists the passes of ", "PASSES"])

@@ -35,7 +35,8 @@ import common, logs, shard, train, trainer  # noqa: E401, E402
 # ---- the passes that each method needs: {phase: [(name, times per micro-step, function)]} ----------------
 
 def sft(p, cfg):
-    return dict(student=[("student forward + backward", 1, p.backward("student", logvar=cfg["logvar"]))])
+    logvar = cfg.get("logvar", False)
+    return dict(student=[("student forward + backward", 1, p.backward("student", logvar=logvar))])
 
 
 def dmd2(p, cfg):
@@ -55,12 +56,67 @@ def dmd2(p, cfg):
         student += [("features forward + input gradient", 1, p.backward(source, x_grad=True, **first)),
                     ("discriminator forward + input gradient", 1, p.head(source, first))]
         fake += [("features forward + backward (real, r1)", shared * (1 + r1), p.backward(source, **first)),
-                 ("features forward (both, r1)", (not shared) * (2 + r1), p.forward(source, **first)),
+                 ("features forward (both, r1)", (not shared) * (2 + r1), lambda: p.call(source, **first)),
                  ("discriminator forward + backward (both, r1)", 2 + r1, p.head(source, first, shared))]
     return dict(student=student, fake=fake)
 
 
-PASSES = dict(sft=sft, dmd2=dmd2)       # by config["recipes"], which a copied method file keeps
+def f_distill(p, cfg):
+    features = p.forward("teacher", taps=cfg["gan_taps"] or (p.nets["student"].n_taps - 1,), stop=True)()
+    ratio = ("discriminator forward (ratio)", cfg["divergence"] != "rkl",
+             torch.no_grad()(lambda: p.nets["discriminator"](features)))
+    return dict(student=dmd2(p, cfg)["student"] + [ratio], fake=dmd2(p, cfg | dict(gan_weight=1.0))["fake"])
+
+
+def ladd(p, cfg):
+    first = dict(taps=cfg["gan_taps"] or tuple(range(p.nets["teacher"].n_taps)), stop=True)
+    passes = dmd2(p, cfg | dict(gan_features="teacher", gan_taps=first["taps"], gan_weight=1.0, guidance=1.0))
+    return {phase: [row for row in rows if not row[0].startswith(("fake_score", "teacher"))]
+            for phase, rows in passes.items()}
+
+
+def tangents(p, cfg, part=1.0):
+    """A step of sCM, or of MeanFlow without dropout: tangents of a part of its batch."""
+    kw = {**(dict(logvar=True) if cfg["recipes"] == "scm" and cfg["logvar"] else {}),
+          **(dict(r=p.t) if cfg["recipes"] == "mean_flow" else {})}
+    return dict(student=[
+        ("teacher forward", cfg["distill"], p.forward("teacher")),
+        ("teacher forward, negative condition", cfg["distill"] and cfg["guidance"] != 1,
+         p.forward("teacher", p.uncond)),
+        ("student forward-mode pass", 1, p.tangent("student", part, **kw)),
+        ("student forward + backward", 1, p.backward("student", **kw))])
+
+
+def mean_flow(p, cfg):
+    return tangents(p, cfg, cfg["ratio"])
+
+
+def cm(p, cfg):
+    calls = cfg["distill"] * (2 if cfg["solver"] == "heun" else 1)
+    return dict(student=[
+        ("student forward + backward", 1, p.backward("student")),
+        ("student forward", 1, p.forward("student")),
+        ("teacher forward", calls * (cfg["guidance"] != 0), p.forward("teacher")),
+        ("teacher forward, negative condition", calls * (cfg["guidance"] != 1),
+         p.forward("teacher", p.uncond))])
+
+
+def tcm(p, cfg):
+    """Stage 2, without dropout: a third of the targets (0.25 of them at the boundary) are stage 1's."""
+    def part(net, a, b):
+        rows = slice(None) if cfg["dropout"] else slice(len(p.t) * a // 3, len(p.t) * b // 3)
+        cond = {k: v[rows] for k, v in p.cond.items()}
+        return torch.no_grad()(lambda: p.nets[net](p.x_t[rows], p.t[rows], cond))
+    if not cfg["stage1"]:
+        return cm(p, dict(distill=False, solver="", guidance=1.0))
+    return dict(student=[("student forward + backward", 1, p.backward("student")),
+                         ("stage1 forward", 1, part("stage1", 0, 1)),
+                         ("student forward", 1, part("student", 1, 3))])
+
+
+# by config["recipes"], which a copied method file keeps
+PASSES = dict(cm=cm, tcm=tcm, scm=tangents, mean_flow=mean_flow, sft=sft, dmd2=dmd2, f_distill=f_distill,
+              ladd=ladd, kd=sft)
 
 
 class Passes:
@@ -77,6 +133,13 @@ class Passes:
 
     def forward(self, net, cond=None, **kw):
         return torch.no_grad()(lambda: self.call(net, cond, **kw))
+
+    def tangent(self, net, part, **kw):
+        n = round(part * len(self.t))
+        kw = {k: v[:n] if torch.is_tensor(v) else v for k, v in kw.items()}
+        cond, at = {k: v[:n] for k, v in self.cond.items()}, (self.x_t[:n], self.t[:n])
+        call = lambda x, t: self.nets[net](x, t, cond, **kw)                # noqa: E731
+        return torch.no_grad()(lambda: torch.func.jvp(call, at, at))
 
     def backward(self, net, **kw):
         return lambda: differentiate(self.call(net, **kw))

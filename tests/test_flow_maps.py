@@ -1,0 +1,288 @@
+"""sCM and MeanFlow on Gaussian data, where maps and velocities are known; forward mode through any net."""
+import itertools
+import math
+
+import pytest
+import torch
+
+import common
+import run
+from run import nets_of, refused, setup, spy
+from test_methods import Gauss, labelled, one_step
+from test_shard import apart, named, train_all
+
+f64, M, S = torch.float64, 0.4, 0.5
+METHODS = ("scm", "mean_flow")
+ALL = dict(edm="x0", rf="flow", trig="v", sd="eps", cogvideox="v")     # schedule: prediction
+far = lambda a, b: ((a - b).norm() / b.norm()).item()
+zero = lambda x: dict(label=torch.zeros(len(x)))
+
+class Exact(Gauss):
+    """Predicts the ODE's map of N(mean, std^2) to 0, or given r the mean velocity; wrong by `off`."""
+    off = 0.0
+    def forward(self, x_t, t, cond={}, r=None):
+        at = lambda c: common.expand(c, x_t)
+        mean = self.mean * at((cond["label"] >= 0).float())
+        (alpha, sigma), end = common.alpha_sigma(self.schedule, t), torch.zeros_like(t) if r is None else r
+        a, b = common.alpha_sigma(self.schedule, end)
+        scale = ((a ** 2 * self.std ** 2 + b ** 2) / (alpha ** 2 * self.std ** 2 + sigma ** 2)).sqrt()
+        x_r = at(a) * mean + at(scale) * (x_t - at(alpha) * mean)
+        if r is None:
+            return common.convert(self.schedule, x_t, x_r + self.off * at(t.sin()) * x_t, t, "x0", self.pred)
+        u = (x_t - x_r) / at((t - r).clamp(min=1e-9))
+        u = torch.where(at(t > r) > 0, u, super().forward(x_t, t, cond))
+        return u + self.off * at(t * t * (1 + r)) * x_t
+
+def gaussian(name, std=S, schedule="edm", off=0.0, n=16, dtype=f64, **changes):
+    """Method, config, nets (student: exact for the guided data, but for std and off), batch of N(M, S^2)."""
+    extra = dict(logvar=False, tangent="none", tangent_warmup=0, sigma_data=S) if name == "scm" else dict(
+        loss_p=0.0, loss_rms=True, ratio=1.0)
+    method, cfg = setup(name, **extra | changes)
+    schedule = "rf" if name == "mean_flow" else schedule
+    student = Exact(cfg["guidance"] * M, std, schedule, ALL[schedule], learn=True)
+    student.off = off
+    nets = dict(student=student, teacher=Gauss(M, S, schedule, ALL[schedule]))
+    torch.manual_seed(0)
+    x0 = M + S * torch.randn(64, 1, n, n)
+    nets = {k: net.to(dtype) for k, net in nets.items() if cfg["distill"] or k == "student"}
+    return method, cfg, nets, labelled(x0.to(dtype))
+
+def output_gradient(patch, name, it=10, **kw):
+    """Gradient of the loss in the prediction, times half its size; what value_and_tangent saw; loss, logs."""
+    method, cfg, nets, batch = gaussian(name, **kw)
+    with patch.context() as p:
+        seen = spy(p, common, "value_and_tangent")
+        common.seed_default(3)
+        loss, logs = method.step(nets, batch, it, cfg)
+    (f, args, along, *_), (out, _) = seen[0]
+    grad, = torch.autograd.grad(loss, out[0])
+    return grad * grad.numel() / 2, (f, args, along), loss.item(), logs
+
+# ---- any net on another path
+@pytest.mark.parametrize("path, times", [("edm", (0.5, 2.0)), ("rf", (0.3, 0.9)), ("trig", (0.4, 1.2))])
+@pytest.mark.parametrize("own", ALL)
+def test_a_net_of_any_schedule_predicts_on_any_path_as_one_of_that_schedule(own, path, times):
+    for std, target in itertools.product((1.0, S), ("x0", "flow")):
+        t, x = torch.tensor(times, dtype=f64), torch.randn(2, 1, 2, 2, dtype=f64)
+        net, there = Gauss(M, S, own, ALL[own]).double(), Gauss(M / std, S / std, path).double()
+        ours = lambda x, t: common.predict_on(path, net, x, t, zero(x), target, std=std)
+        same = lambda x, t: common.predict(there, x, t, zero(x), target)
+        assert far(ours(x, t), same(x, t)) < 1e-8
+        if own in ("edm", "rf", "trig"):                # piecewise linear tables have slopes of their own
+            slopes = [torch.func.jvp(f, (x, t), (x, torch.ones_like(t)))[1] for f in (ours, same)]
+            assert far(*slopes) < 1e-8
+
+def test_at_the_ends_of_a_path_predictions_and_tangents_are_finite():
+    for (own, pred), (path, end) in itertools.product(ALL.items(), dict(rf=1.0, trig=math.pi / 2).items()):
+        t, x, net = torch.tensor((0.0, end), dtype=f64), torch.randn(2, 1, 2, 2), Gauss(M, S, own, pred)
+        f = lambda x, t: common.predict_on(path, net, x, t, zero(x), "x0", std=0.999)
+        both = torch.func.jvp(f, (x, t), (x, torch.ones_like(t)))
+        assert all(v.isfinite().all() for v in both), (path, own)
+
+def test_value_and_tangent_are_of_one_net_whatever_the_way():
+    """The same dropout masks in both; "apart" has its tangent in float32 also under autocast."""
+    net = common.make_net("edm:digits", dropout=0.3, r=True).train()
+    for p in net.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    x, t = torch.randn(6, 1, 8, 8), torch.linspace(0.3, 0.9, 6, dtype=f64)
+    f = lambda x, t, r: (common.predict_on("rf", net, x, t, {}, "flow", r=r),)
+    along = torch.randn_like(x), torch.ones_like(t), torch.zeros_like(t)
+    def of(how, amp=False):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            (out,), d = common.value_and_tangent(f, (x, t, t / 2), along, how, 1e-2, 1e-2)
+        assert out.requires_grad and not d.requires_grad
+        grads = torch.autograd.grad((out.float() - d).square().mean(), list(net.parameters()))
+        return out.detach(), d, torch.cat([g.flatten() for g in grads])
+    (out, d, grad), half = of("apart"), of("apart", amp=True)
+    for how, most in (("fused", 1e-5), ("difference", 3e-3)):
+        assert max(map(far, of(how), (out, d, grad))) < 3 * most, how
+    assert torch.equal(half[1], d) and 1e-4 < far(half[0], out) < 0.05 and far(half[2], grad) < 0.1
+    assert far(of("fused", amp=True)[1], d) < 0.1
+
+# ---- both methods
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("name, schedule", [*zip(["scm"] * 3, ALL), ("mean_flow", "rf")])
+def test_the_exact_map_of_the_guided_data_has_no_tangent(name, schedule, guidance, monkeypatch):
+    kw = dict(guidance=guidance, schedule=schedule)
+    for how, most in (("apart", 1e-6), ("fused", 1e-6), ("difference", 0.5)):   # along the teacher's path
+        grad, _, loss, _ = output_gradient(monkeypatch, name, jvp=how, **kw)
+        assert loss < (3e-4 if how == "difference" else 1e-9) and grad.abs().max() < most, how
+    for wrong in (dict(off=0.1), dict(std=0.6)):
+        assert output_gradient(monkeypatch, name, **kw, **wrong)[2] > 1e-4
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_datas_velocity_gives_the_teachers_tangent_on_average(name, monkeypatch):
+    """The derivative is linear in dx/dt: given x_t and t the mean over the posterior is the marginal's."""
+    kw = dict(off=0.1, n=64) | (dict(prior=False) if name == "scm" else {})
+    (ours, (_, (x_t, t, *_), _), *_), (theirs, (_, (other, *_), _), *_) = (
+        output_gradient(monkeypatch, name, distill=distill, **kw) for distill in (False, True))
+    assert torch.equal(x_t, other) and (ours - theirs).std() > 0.05
+    for g in (torch.ones_like(x_t), x_t, x_t ** 2 - x_t.var(), common.expand(t, x_t) * x_t):
+        gap = (ours - theirs) * g
+        assert abs(gap.mean()) < 4 * gap.std() / math.sqrt(gap.numel())
+
+@pytest.mark.parametrize("name", METHODS)
+def test_passes_are_those_needed(name):
+    for changes, student, teacher in (
+            (dict(), 2, 1), (dict(guidance=2.0), 2, 2), (dict(jvp="fused"), 1, 1), (dict(dropout=0.1), 2, 1),
+            (dict(jvp="difference"), 3, 1), (dict(distill=False), 2, 0)):
+        method, cfg = setup(name, **changes)
+        nets, sizes = nets_of(method, cfg), dict(student=[], teacher=[])
+        for n, net in nets.items():
+            net.register_forward_pre_hook(lambda net, args, n=n: sizes[n].append(len(args[0])))
+        one_step(method, nets, cfg, 5)
+        assert ("teacher" in nets) == bool(teacher) and sizes["teacher"] == [8] * teacher
+        # MeanFlow: 6 of 8 have r < t and a tangent; one graph of each part where they share dropout masks
+        split = student == 1 or cfg["dropout"]
+        of_flow = [6] * student + [2] if split else [6] * (student - 1) + [8]
+        assert sizes["student"] == ([8] * student if name == "scm" else of_flow)
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_cannot_work_is_refused_before_any_work(name, monkeypatch):
+    own = dict(scm=dict(tangent="clap", t_min=99.0), mean_flow=dict(
+        t_std=0.0, pairs="max", loss="l1", ratio=1.5, cond_dropout=-1.0, kappa=0.5, guidance_interval=(0.2,)))
+    method, cfg = setup(name, classes=10)
+    for key, value in (dict(jvp="exact", jvp_step=0.0, tangent_warmup=-1, teacher="") | own[name]).items():
+        refused(method.build, cfg | {key: value}, says=[key])
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    refused(method.build, cfg | dict(parallel="fsdp"), says=["2.13", "--jvp difference"])
+    method.build(cfg | dict(parallel="fsdp", jvp="difference"))
+
+def test_tangents_under_shards_and_recomputation_equal_those_of_one_process():
+    run.teacher("toy:tiny")
+    todo = [named(name, mode) for name in METHODS for mode in ("sharded", "recompute")]
+    todo += [(name, dict(changes, jvp="fused", name=f"{name}_fused")) for name, changes in todo[1::2]]
+    for (name, changes), lines in zip(todo, run.ranks(2, train_all, todo)[0]):
+        own = dict(accum=2, jvp=changes.get("jvp", "apart"), name=f"{changes['name']}_one")
+        one, = train_all([(name, own)])
+        assert max(apart(one, lines, ("loss", "tangent"))) < 1e-4, changes["name"]
+
+# ---- sCM
+@pytest.mark.parametrize("schedule", ["edm", "rf", "trig"])
+@pytest.mark.parametrize("kind", ["none", "normalize", "clip"])
+def test_scm_gradient_is_cos_t_df_dt_divided_by_the_size_once_and_weighed_by_1_over_sigma(
+        schedule, kind, monkeypatch):
+    grad, (F, (x_t, t), (dx, dt)), loss, logs = output_gradient(monkeypatch, "scm", tangent=kind,
+                                                                schedule=schedule, off=0.3)
+    at = lambda c: common.expand(c, x_t)
+    f = lambda x, t: at(t.cos()) * x - at(t.sin()) * S * F(x, t)[0]
+    g = torch.func.jvp(f, (x_t, t), (dx, dt))[1] / at(t.sin())
+    norm, w = g.flatten(1).norm(dim=1), 1 / (S * at(t.tan()))
+    g = dict(none=g, clip=g.clamp(-1, 1), normalize=g / at(norm + 0.1))[kind]
+    assert far(grad, -w * g) < 1e-5 and loss == pytest.approx((w * g ** 2).mean().item(), rel=1e-5)
+    assert logs["tangent"].item() == pytest.approx(norm.mean().item(), rel=1e-5)
+
+def test_scm_before_the_warm_up_is_diffusion_and_a_warm_up_of_0_is_none():
+    for it, warmup, none in ((0, 10, True), (5, 10, False), (0, 0, False)):
+        method, cfg, nets, batch = gaussian("scm", tangent_warmup=warmup)
+        nets["student"] = nets["teacher"]
+        assert (method.step(nets, batch, it, cfg)[1]["tangent"].item() < 1e-6) == none
+
+def test_scm_adaptive_weight_is_the_nets_log_variance():
+    def loss(u, **changes):
+        method, cfg = setup("scm", **changes)
+        nets = nets_of(method, cfg)
+        if cfg["logvar"]:
+            nets["student"].logvar_head.bias.data.fill_(u)
+        return one_step(method, nets, cfg, 1000)[0].item()
+    assert loss(1.0) == pytest.approx(loss(0.0) / math.e + 1, rel=1e-5)
+
+# ---- MeanFlow
+def test_mean_flow_with_r_equal_t_is_flow_matching(monkeypatch):
+    method, cfg, nets, batch = gaussian("mean_flow", std=0.6, ratio=0.0, distill=False)
+    noised, net = spy(monkeypatch, common, "add_noise"), lambda x, t, cond: nets["student"](x, t, cond, r=t)
+    loss, logs = method.step(nets, batch, 0, cfg)
+    net.schedule, net.pred = "rf", "flow"
+    exact = common.denoising_loss(net, *(noised[0][0][i] for i in (1, 3, 2)), batch["cond"]).mean().item()
+    assert loss.item() == pytest.approx(exact, rel=1e-9) == logs["fm"].item()
+
+def test_mean_flow_guides_in_the_interval_alone_and_only_samples_that_have_their_condition():
+    """v = w v_c + k u + (1 - w - k) v_u has the fixed point w' v_c + (1 - w') v_u, w' = w / (1 - k)."""
+    method, cfg = setup("mean_flow", guidance=0.2, kappa=0.92, guidance_interval=(0.0, 0.75), distill=False)
+    student = lambda x, t, cond, r: torch.where(common.expand(cond["label"] >= 0, x) > 0, 3.65, 0.4)
+    student.schedule, student.pred = "rf", "flow"
+    x, t = torch.zeros(3, 1, 2, 2), torch.tensor([0.5, 0.5, 0.9], dtype=f64)
+    cond = dict(label=torch.tensor([3, -1, 3]), given=torch.tensor([1.0, 0.0, 1.0]))
+    v = method.velocity(dict(student=student), x, t, x + 1.7, cond, labelled(x)["uncond"], cfg)
+    assert v[:, 0, 0, 0].tolist() == pytest.approx([3.65, 1.7, 1.7])
+
+@pytest.mark.parametrize("distill", [True, False])
+def test_mean_flow_drops_conditions_also_in_distillation_and_alike_in_all_items(distill):
+    method, cfg = setup("mean_flow", cond_dropout=0.5, distill=distill, batch_size=1500)
+    nets, seen = nets_of(method, cfg), dict(student=[], teacher=[])
+    for n, net in nets.items():
+        net.register_forward_pre_hook(lambda net, args, n=n: seen[n].append(args[2]["label"]))
+    one_step(method, nets, cfg, 0)
+    first, every = seen["student"]
+    for part in first, every[len(first):]:
+        assert (part == -1).float().mean().item() == pytest.approx(0.5, abs=0.08)
+    assert torch.equal(first, every[:1125]) and (not distill or torch.equal(seen["teacher"][0], every))
+
+def test_mean_flow_draws_r_below_t_for_its_fraction():
+    x = torch.zeros(100_000, 1)
+    for pairs, equal in (("min", 0.067), ("sort", 0.0)):
+        method, cfg = setup("mean_flow", pairs=pairs, t_mean=-0.6, t_std=1.6, r_mean=-4.0, r_std=1.6)
+        t, r = method.draw(x, 75_000, cfg)
+        assert (r <= t).all() and torch.equal(r[75_000:], t[75_000:])
+        assert (r == t)[:75_000].float().mean().item() == pytest.approx(equal, abs=0.004)
+        assert (abs(t.logit().mean() + 0.6) < 0.02) == (pairs == "min")     # sorted: t is the larger of both
+    method, cfg, nets, batch = gaussian("mean_flow", ratio=0.3)
+    single = labelled(batch["x0"][:1])                  # of one sample: whole iterations have r < t
+    tangents = ["fm" not in method.step(nets, single, it, cfg)[1] for it in range(400)]
+    assert sum(tangents) / 400 == pytest.approx(0.3, abs=0.07)
+
+def test_mean_flow_losses_are_the_adaptive_l2_and_the_explicit_gradient(monkeypatch):
+    of = lambda **kw: output_gradient(monkeypatch, "mean_flow", off=0.3, **kw)
+    gap, _, loss, _ = of()                              # u - target
+    e = gap.square().flatten(1).sum(1)
+    for kw, w in ((dict(loss_p=0.75), (e + 1e-3) ** -0.75),
+                  (dict(loss="opt_grad", loss_p=1.0, loss_c=0.5), 1 / (e.sqrt() + 0.5))):
+        assert far(of(loss_rms=False, **kw)[0] / gap[0].numel(), common.expand(w, gap) * gap) < 1e-5
+    assert of(tangent_warmup=10)[2] == loss != of(tangent_warmup=20)[2]
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_the_exact_maps_sample_the_data_in_any_number_of_steps(steps):
+    z = torch.randn(4, 1, 64, 64)
+    method, cfg, nets, _ = gaussian("mean_flow", dtype=torch.float32)
+    for ts in ((), (1.0, 0.4)):
+        x = method.sample(nets["student"], lambda k: z, labelled(z), cfg | dict(t_list=ts), steps)
+        assert (x - (M + S * z)).abs().max() < 1e-5
+    method, cfg, nets, _ = gaussian("scm", dtype=torch.float32, t_list=(80.0, 2.0))
+    x = method.sample(nets["student"], common.train_noise(z.shape, "cpu"), labelled(z), cfg, steps)
+    assert (x.mean() - M).abs() < 0.02 and (x.std() - S).abs() < 0.02
+
+# ---- toy trainings
+class Scale(torch.nn.Module):
+    """flow = a(t, r) x"""
+    schedule, pred = "rf", "flow"
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64),
+                                     torch.nn.SiLU(), torch.nn.Linear(64, 1))
+    def forward(self, x_t, t, cond={}, r=None):
+        a = self.a(torch.stack([t, t if r is None else t - r], dim=1).float())
+        return common.expand(a[:, 0], x_t) * x_t
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_a_toy_training_ends_at_the_closed_form(name):
+    torch.manual_seed(0)
+    s = 0.3 if name == "scm" else S
+    method, cfg, nets, _ = gaussian(name, dtype=torch.float32, t_mean=-0.5, t_std=1.2, lr=2e-3, **(
+        dict(tangent="normalize", tangent_warmup=300) if name == "scm" else dict(loss_p=0.5, loss_rms=False)))
+    nets = dict(student=Scale(), teacher=Gauss(0.0, s, "rf", "flow"))
+    opt = method.optimizers(nets, cfg)["student"]
+    for it in range(3000):
+        opt.param_groups[0]["lr"] = 2e-3 * common.lr_factor("cosine:0.01", it, 50, 3000)
+        method.step(nets, labelled(s * torch.randn(1024, 1, 1, 1)), it, cfg)[0].backward()
+        opt.step()
+        opt.zero_grad()
+    if name == "mean_flow":
+        z = torch.ones(1, 1, 1, 1)
+        x = method.sample(nets["student"], lambda k: z, labelled(z), cfg, 1)
+        assert x.item() == pytest.approx(S, abs=0.03)
+        return
+    t = common.t_from_ratio("rf", S * torch.linspace(0.1, 1.5, 50, dtype=f64).tan())
+    f = common.predict(nets["student"], torch.ones(50, 1, 1, 1), t, {}, "x0")[:, 0, 0, 0]
+    assert (f - s / ((1 - t) ** 2 * s ** 2 + t ** 2).sqrt()).abs().max() < 0.01

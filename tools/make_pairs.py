@@ -1,0 +1,146 @@
+"""Make the pairs that methods/kd.py trains on: noise, states on the teacher's ODE, the sample it ends at.
+
+    torchrun --nproc_per_node 2 tools/make_pairs.py --out outputs/pairs/digits      the digits' teacher
+    torchrun --nproc_per_node 8 tools/make_pairs.py --net edm:cifar10 --data cifar10-32x32.zip --teacher
+        edm-cifar10-32x32-cond-vp.pth --pairs 1024000 --path_t 80 --out outputs/pairs/cifar10
+
+Pair i has the label of sample i of the data (modulo their number) and noise that is a function of (seed, i),
+none that sample.py or evaluate.py draw. The ODE starts from sigma z at the first time of --path_t; the others
+are taken into the solver's grid. FOLDER (or a URL) gets
+
+    meta.json      what made them: teacher's checksum, schedule, solver, steps, guidance, times, seed, labels
+    0000000.npy    --shard pairs, float32 (pairs, times + 1, C, H, W): x_t at each time, so the noise is
+                   scaled by sigma, and x0 last. Any number of ranks writes the same files.
+
+Given again it makes what is missing. A folder that was made otherwise is refused.
+"""
+import argparse
+import copy
+import json
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ckpt                     # noqa: E402
+import common                   # noqa: E402
+import data                     # noqa: E402
+import files                    # noqa: E402
+import fill                     # noqa: E402
+import sample                   # noqa: E402
+import startup                  # noqa: E402
+import train                    # noqa: E402
+import trainer                  # noqa: E402
+from nets import encoders       # noqa: E402
+
+ORDERS = dict(heun=2, euler=1)
+
+
+def load_teacher(args, source, classes):
+    with torch.device("meta"):
+        model = common.make_net(args.net, label_dim=classes)
+    net = copy.deepcopy(model).to_empty(device="cpu")
+    fill.fill(dict(teacher=net), dict(teacher=model), dict(teacher=args.teacher),
+              {args.teacher: ckpt.read(source)}, None, {}, dict(seed=0), "cpu")
+    return net.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def solve(net, meta, ids, device):
+    """Pairs `ids`, float32 (len(ids), times + 1, C, H, W): the states at the times of the path, then x0."""
+    labels = [meta["labels"][i] if meta["labels"] else -1 for i in ids]
+    cond, uncond = encoders.conditions(labels, meta, device)
+    z = common.noise_fn(common.hash_seed("pairs", meta["seed"]), ids, meta["shape"], device)(0)
+    z = z.to(common.t_like(0, z))                       # float64, as EDM's sampler keeps its state
+    x0, states = common.heun(net, lambda k: z, cond, meta["steps"], uncond, meta["guidance"], meta["path_t"],
+                             ORDERS[meta["solver"]])
+    return torch.stack([*states, x0], 1).float().cpu().numpy()
+
+
+def write_meta(folder, meta):
+    """Writes meta.json, or raises BadInput where the folder's is another."""
+    old = data.pairs_meta(folder)
+    for key in [k for k in meta if old and k != "teacher" and old.get(k) != meta[k]]:
+        was, now = ("others" if key == "labels" else v.get(key) for v in (old, meta))
+        raise common.BadInput(f"{folder} holds pairs made with {key} {was}, not {now}; give another --out, "
+                              f"or the settings of its meta.json")
+    if not old:
+        if isinstance(folder, Path):
+            startup.make_folder(folder, f"{folder} cannot be written to", "give another place")
+        files.write(folder / "meta.json", lambda f: f.write(f"{json.dumps(meta)}\n".encode()))
+
+
+def missing(folder, meta):
+    """Numbers of the shards that are not there, or, on a disk, not whole."""
+    there = {*files.names(folder)}
+
+    def whole(k):
+        with suppress(common.BadInput):
+            return not isinstance(folder, Path) or data.pairs_shard(folder, meta, k) is not None
+    every = range(-(-meta["pairs"] // meta["shard"]))
+    return [k for k in every if f"{k:07d}.npy" not in there or not whole(k)]
+
+
+def main(argv):
+    parser = argparse.ArgumentParser("make_pairs.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, help="folder or URL")
+    parser.add_argument("--teacher", default="assets/digits.pth", help="weights, path[#entry]")
+    parser.add_argument("--net", default="edm:digits", help="the teacher's, family:size[,option=value]")
+    parser.add_argument("--data", default="digits", help="whose labels the pairs have")
+    parser.add_argument("--pairs", type=int, default=20000, help="number of pairs (default 20000)")
+    parser.add_argument("--path_t", default="80,2.5,0.8,0.4", help="times of the states to keep, from "
+                                                                   "the noise's down (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=18, help="of the solver (default 18)")
+    parser.add_argument("--solver", default="heun", help="heun (default), or euler")
+    parser.add_argument("--guidance", type=float, default=1.0, help="1 = conditional, 0 = unconditional")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shard", type=int, default=1000, help="pairs of a file (default 1000)")
+    parser.add_argument("--batch", type=int, default=250, help="pairs solved at once (default 250)")
+    parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the best there is)")
+    args = parser.parse_args(argv)
+
+    # everything that can be wrong with the input
+    device, rank, world = sample.start(args.device)
+    group, folder = dist.group.WORLD if world > 1 else None, files.place(args.out)
+    common.known("--solver", args.solver, ORDERS)
+    if args.pairs < 2 or min(args.shard, args.batch) < 1:
+        raise common.BadInput(f"--pairs {args.pairs} must be at least 2, --shard {args.shard} and --batch "
+                              f"{args.batch} at least 1")
+    found = data.load(dict(data=args.data))
+    source = ckpt.resolve(args.teacher)
+    net = load_teacher(args, source, found.classes)
+    path_t = [common.number("--path_t", t, 1e-6) for t in args.path_t.split(",")]
+    common.t_list(net.schedule, len(path_t), path_t)
+    common.t_list(net.schedule, args.steps)
+    labels = found.label[np.arange(args.pairs) % len(found)].tolist() if found.classes else None
+    same = ("pairs", "shard", "seed", "net", "data", "steps", "solver", "guidance")
+    meta = {k: getattr(args, k) for k in same} | dict(
+        path_t=path_t, schedule=net.schedule, shape=list(net.x_shape), classes=found.classes, labels=labels,
+        teacher=args.teacher, weights={k: source[k] for k in ("entry", "size", "crc")})
+    common.on_rank0(lambda: write_meta(folder, meta), group)
+    todo = common.from_rank0(missing(folder, meta) if rank == 0 else None, group)
+
+    # solve: rank j % world makes the j-th missing file, in batches that do not depend on the ranks
+    net, began, mine = net.to(device), time.time(), todo[rank::world]
+    for done, k in enumerate(mine, 1):
+        ids = range(k * args.shard, min((k + 1) * args.shard, args.pairs))
+        rows = np.concatenate([solve(net, meta, ids[i:i + args.batch], device)
+                               for i in range(0, len(ids), args.batch)])
+        files.write(folder / f"{k:07d}.npy", lambda f: np.save(f, rows))
+        if rank == 0:
+            print(f"{done}/{len(mine)} files, {time.time() - began:.0f} s", flush=True)
+    if group:
+        dist.barrier()
+    if rank == 0:
+        print(f"{folder}: {args.pairs} pairs, {len(todo)} files made now; train on them with --data {folder}")
+    trainer.close(group)
+
+
+if __name__ == "__main__":
+    train.run(main)
