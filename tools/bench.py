@@ -6,14 +6,15 @@
     torchrun --nproc_per_node 2 tools/bench.py --overhead 2     almost none: the loop, its log and its flags
 
 The first form runs trainer.train itself and reads the clock in the calls that a method gets anyway. Blocks
-of --iters iterations of one phase alternate with as many runs of the bare passes of that phase: calls of the
-same nets on the same batch, listed by name, and the same optimizer's step. The first block of each is not
+of --iters iterations of one phase alternate with as many runs of the bare passes of that phase: the calls of
+nets that it made, of the same shapes, and the same optimizer's step. The first block of each is not
 counted. Weights are random: speed does not depend on them. One process, a temporary run folder. Times are ms
 per iteration, medians over blocks [quartiles]; the ratio is that of neighbouring blocks. Memory is the peak
 of the process, on CUDA of torch's allocator. There, every reading of the clock waits for the device.
 """
 import contextlib
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -26,131 +27,71 @@ from types import SimpleNamespace
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common, logs, shard, train, trainer  # noqa: E401, E402
 
 
-# ---- the passes that each method needs: {phase: [(name, times per micro-step, function)]} ----------------
+# ---- the passes --------------------------------------------------------------------------------------------
 
-def sft(p, cfg):
-    logvar = cfg.get("logvar", False)
-    return dict(student=[("student forward + backward", 1, p.backward("student", logvar=logvar))])
+class Calls:
+    """What nets were called with, to be called with again: shapes, with or without a graph, in forward mode.
+    That a method makes no calls that it could do without is for its tests to hold."""
 
+    def __init__(self, nets):
+        self.nets, self.seen = nets, []
+        for name, net in nets.items():
+            net.register_forward_hook(functools.partial(self.note, name), with_kwargs=True)
 
-def dmd2(p, cfg):
-    simulated = (cfg["steps"] - 1) / 2 if cfg["student_input"] == "simulation" else 0       # expected number
-    gan, source, r1 = bool(cfg["gan_weight"]), cfg["gan_features"], bool(cfg["r1_weight"])
-    taps = dict(taps=cfg["gan_taps"] or (p.nets["student"].n_taps - 1,))
-    shared = gan and source == "fake_score"     # those of generated samples come out of the fake score's pass
-    student = [("student forward, simulated steps", simulated, p.forward("student")),
-               ("student forward + backward", 1, p.backward("student")),
-               ("fake_score forward", 1, p.forward("fake_score")),
-               ("teacher forward", cfg["guidance"] != 0, p.forward("teacher")),
-               ("teacher forward, negative condition", cfg["guidance"] != 1, p.forward("teacher", p.uncond))]
-    fake = [("student forward", 1 + simulated, p.forward("student")),
-            ("fake_score forward + backward", 1, p.backward("fake_score", **taps if shared else {}))]
-    if gan:
-        first = dict(taps, stop=True)
-        student += [("features forward + input gradient", 1, p.backward(source, x_grad=True, **first)),
-                    ("discriminator forward + input gradient", 1, p.head(source, first))]
-        fake += [("features forward + backward (real, r1)", shared * (1 + r1), p.backward(source, **first)),
-                 ("features forward (both, r1)", (not shared) * (2 + r1), lambda: p.call(source, **first)),
-                 ("discriminator forward + backward (both, r1)", 2 + r1, p.head(source, first, shared))]
-    return dict(student=student, fake=fake)
+    def note(self, name, net, args, kwargs, out):
+        leaves, tree = tree_flatten((args, kwargs))
+        dual = torch._C._functorch.is_functorch_wrapped_tensor              # inside torch.func.jvp
+        leaves = [(v.shape, v.dtype, v.device, v.requires_grad, dual(v)) if torch.is_tensor(v) else v
+                  for v in leaves]
+        graph = torch.is_grad_enabled() and any(v.requires_grad for v in (     # not of dual numbers
+            net.parameters() if any(map(is_dual, leaves)) else tensors(out)))
+        text = f"{name} forward{'-mode' * any(map(is_dual, leaves))}{' to a tap' * kwargs.get('stop', False)}"
+        self.seen.append((name, text, tree, leaves, torch.is_grad_enabled(), graph))
 
+    def take(self):
+        """{name: [a function for each call]}; forgets them."""
+        calls, found, self.seen = self.seen, {}, []
+        for name, text, tree, leaves, grad, graph in calls:
+            if graph:
+                trained = any(p.requires_grad for p in self.nets[name].parameters())
+                text += " + backward" if trained else " + input gradient"
+            again = functools.partial(self.again, self.nets[name], tree, leaves, grad, graph)
+            found.setdefault(text, []).append(again)
+        return found
 
-def f_distill(p, cfg):
-    features = p.forward("teacher", taps=cfg["gan_taps"] or (p.nets["student"].n_taps - 1,), stop=True)()
-    ratio = ("discriminator forward (ratio)", cfg["divergence"] != "rkl",
-             torch.no_grad()(lambda: p.nets["discriminator"](features)))
-    return dict(student=dmd2(p, cfg)["student"] + [ratio], fake=dmd2(p, cfg | dict(gan_weight=1.0))["fake"])
+    def again(self, net, tree, leaves, grad, graph):
+        made, duals = list(leaves), [i for i, v in enumerate(leaves) if is_dual(v)]
+        for i, v in enumerate(leaves):
+            if isinstance(v, tuple) and isinstance(v[0], torch.Size):
+                made[i] = torch.full(v[0], 0.5 if v[1].is_floating_point else 0, dtype=v[1], device=v[2],
+                                     requires_grad=v[3] and i not in duals)
 
-
-def ladd(p, cfg):
-    first = dict(taps=cfg["gan_taps"] or tuple(range(p.nets["teacher"].n_taps)), stop=True)
-    passes = dmd2(p, cfg | dict(gan_features="teacher", gan_taps=first["taps"], gan_weight=1.0, guidance=1.0))
-    return {phase: [row for row in rows if not row[0].startswith(("fake_score", "teacher"))]
-            for phase, rows in passes.items()}
-
-
-def tangents(p, cfg, part=1.0):
-    """A step of sCM, or of MeanFlow without dropout: tangents of a part of its batch."""
-    kw = {**(dict(logvar=True) if cfg["recipes"] == "scm" and cfg["logvar"] else {}),
-          **(dict(r=p.t) if cfg["recipes"] == "mean_flow" else {})}
-    return dict(student=[
-        ("teacher forward", cfg["distill"], p.forward("teacher")),
-        ("teacher forward, negative condition", cfg["distill"] and cfg["guidance"] != 1,
-         p.forward("teacher", p.uncond)),
-        ("student forward-mode pass", 1, p.tangent("student", part, **kw)),
-        ("student forward + backward", 1, p.backward("student", **kw))])
+        def call(*values):
+            for i, v in zip(duals, values):
+                made[i] = v
+            args, kwargs = tree_unflatten(made, tree)
+            return tuple(tensors(net(*args, **kwargs)))
+        with torch.set_grad_enabled(grad):
+            at = tuple(made[i] for i in duals)
+            out = torch.func.jvp(call, at, at)[0] if duals else call()
+            if graph:
+                out = [o for o in out if o.requires_grad]
+                torch.autograd.backward(out, [torch.full_like(o, 1 / o.numel()) for o in out])
 
 
-def mean_flow(p, cfg):
-    return tangents(p, cfg, cfg["ratio"])
+def tensors(out):
+    return [v for v in tree_flatten(out)[0] if torch.is_tensor(v)]
 
 
-def cm(p, cfg):
-    calls = cfg["distill"] * (2 if cfg["solver"] == "heun" else 1)
-    return dict(student=[
-        ("student forward + backward", 1, p.backward("student")),
-        ("student forward", 1, p.forward("student")),
-        ("teacher forward", calls * (cfg["guidance"] != 0), p.forward("teacher")),
-        ("teacher forward, negative condition", calls * (cfg["guidance"] != 1),
-         p.forward("teacher", p.uncond))])
-
-
-def tcm(p, cfg):
-    """Stage 2, without dropout: a third of the targets (0.25 of them at the boundary) are stage 1's."""
-    def part(net, a, b):
-        rows = slice(None) if cfg["dropout"] else slice(len(p.t) * a // 3, len(p.t) * b // 3)
-        cond = {k: v[rows] for k, v in p.cond.items()}
-        return torch.no_grad()(lambda: p.nets[net](p.x_t[rows], p.t[rows], cond))
-    if not cfg["stage1"]:
-        return cm(p, dict(distill=False, solver="", guidance=1.0))
-    return dict(student=[("student forward + backward", 1, p.backward("student")),
-                         ("stage1 forward", 1, part("stage1", 0, 1)),
-                         ("student forward", 1, part("student", 1, 3))])
-
-
-# by config["recipes"], which a copied method file keeps
-PASSES = dict(cm=cm, tcm=tcm, scm=tangents, mean_flow=mean_flow, sft=sft, dmd2=dmd2, f_distill=f_distill,
-              ladd=ladd, kd=sft)
-
-
-class Passes:
-    """Calls of the nets on one batch at t = 0.5. Which parameters get gradients is as the trainer left it."""
-
-    def __init__(self, nets, batch):
-        x0, self.nets, self.cond, self.uncond = batch["x0"], nets, batch["cond"], batch["uncond"]
-        self.t = common.t_like(0.5, x0)                                                         # (B,)
-        self.x_t = common.add_noise(nets["student"].schedule, x0, torch.randn_like(x0), self.t)
-
-    def call(self, net, cond=None, x_grad=False, **kw):
-        out = self.nets[net](self.x_t.detach().requires_grad_(x_grad), self.t, cond or self.cond, **kw)
-        return [out] if torch.is_tensor(out) else [*out.pop("taps", ()), *out.values()]
-
-    def forward(self, net, cond=None, **kw):
-        return torch.no_grad()(lambda: self.call(net, cond, **kw))
-
-    def tangent(self, net, part, **kw):
-        n = round(part * len(self.t))
-        kw = {k: v[:n] if torch.is_tensor(v) else v for k, v in kw.items()}
-        cond, at = {k: v[:n] for k, v in self.cond.items()}, (self.x_t[:n], self.t[:n])
-        call = lambda x, t: self.nets[net](x, t, cond, **kw)                # noqa: E731
-        return torch.no_grad()(lambda: torch.func.jvp(call, at, at))
-
-    def backward(self, net, **kw):
-        return lambda: differentiate(self.call(net, **kw))
-
-    def head(self, source, taps, x_grad=True):
-        features, head = self.forward(source, **taps)(), self.nets["discriminator"]
-        return lambda: differentiate([head([f.detach().requires_grad_(x_grad) for f in features])])
-
-
-def differentiate(outputs):
-    torch.autograd.backward(outputs, [torch.full_like(o, 1 / o.numel()) for o in outputs])
+def is_dual(leaf):
+    return isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size) and leaf[4]
 
 
 # ---- the clock -------------------------------------------------------------------------------------------
@@ -169,10 +110,10 @@ class Enough(BaseException):
 
 
 class Clocked:
-    """A method as the trainer sees it, its phases in blocks of `iters` iterations. After each block come as
-    many runs of what passes(nets, batch) -> {phase: [(name, times, function)]} lists, and the optimizer."""
+    """A method as the trainer sees it, its phases in blocks of `iters` iterations. After each block come the
+    calls that it made, bare, or what passes(nets) -> {name: functions} says, and the optimizer."""
 
-    def __init__(self, method, cfg, passes):
+    def __init__(self, method, cfg, passes=None):
         blocks, iters = cfg["blocks"] + 1, cfg["iters"]
         self.method, self.passes, self.iters, self.init = method, passes, iters, lambda cfg: {}
         self.path, self.source = method.path, method.source
@@ -186,13 +127,20 @@ class Clocked:
         off["max_iter"] = max(cfg["max_iter"], len(self.plan) + 1)
         self.cfg = cfg | off | dict(wandb="disabled", log_level="warning")
         self.blocks, self.laps, self.syncs = {phase: [] for phase in turns}, defaultdict(float), {}
-        self.stepped, self.counter = -1, None
+        self.stepped, self.counter, self.calls = -1, None, None
 
     def optimizers(self, nets, cfg):
         self.opts = self.method.optimizers(nets, cfg)
+        def after(*_):
+            self.lap("optimizer")
+            if self.counter:                            # torch's RAdam reads counters that are on the CPU
+                self.counter.n = self.held
+        def before(*_):
+            self.lap("average, clip + guard")
+            self.held = self.counter and self.counter.n
         for opt in self.opts.values():
-            opt.register_step_pre_hook(lambda *_: self.lap("average, clip + guard"))
-            opt.register_step_post_hook(lambda *_: self.lap("optimizer"))
+            opt.register_step_pre_hook(before)
+            opt.register_step_post_hook(after)
         return self.opts
 
     def phase(self, it, cfg):
@@ -208,6 +156,7 @@ class Clocked:
     def step(self, nets, batch, it, cfg):
         self.lap("data + encode" if it else "")
         self.nets, self.batch, self.stepped, (own, phase) = nets, batch, it, self.plan[it]
+        self.calls = self.calls or Calls(nets)
         loss, parts = self.method.step(nets, batch, own, cfg)
         self.lap("step")
         after = torch.autograd.Variable._execution_engine.queue_callback
@@ -229,21 +178,23 @@ class Clocked:
         """The end of a block: note what it took, run the passes."""
         opt, device, amp = self.opts[phase], self.batch["x0"].device, shard.DTYPES.get(self.cfg["amp"])
         block, self.laps = dict(iteration=self.laps), defaultdict(float)
-        rows = [row for row in self.passes(self.nets, self.batch)[phase] if row[1]]
+        calls = self.passes(self.nets) if self.passes else self.calls.take()
         for group in opt.param_groups:                  # these steps move no weight; the trainer sets lr anew
             group["lr"] = group["lr"] * 0.0
-        for _ in range(self.iters):
+        for i in range(self.iters):
             with torch.autocast(device.type, amp, enabled=bool(amp)):
                 self.lap("")
-                for name, _, run in rows:
-                    run()
+                for name, functions in calls.items():
+                    for f in functions[i::self.iters]:
+                        f()
                     self.lap(name)
             opt.step()
             opt.zero_grad(set_to_none=True)
-        times = {name: n * self.cfg["accum"] for name, n, _ in rows} | dict(optimizer=1)
-        block["passes"] = {f"{k} x {n:g}" if n != 1 else k: self.laps[k] * n for k, n in times.items()}
-        self.blocks[phase].append(block)
+        block["passes"] = {name: self.laps[name] for name in (*calls, "optimizer")}
         self.laps = defaultdict(float)
+        block["times"] = {name: len(functions) / self.iters for name, functions in calls.items()}
+        self.blocks[phase].append(block)
+        self.calls.take()                               # of the calls just made
         if done == len(self.plan):
             raise Enough                                # out of the trainer, which would write a checkpoint
 
@@ -255,7 +206,7 @@ def row(name, values):
     print(f"  {name:<50}{mid:10.3f}  [{low:.3f} {high:.3f}]")
 
 
-def show(method, cfg, passes):
+def show(method, cfg, passes=None):
     clocked = Clocked(method, cfg, passes)
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w")
@@ -267,8 +218,9 @@ def show(method, cfg, passes):
     for phase, (_, *blocks) in clocked.blocks.items():
         print(f"{phase}: {clocked.syncs[phase].n} device sync(s) after step")
         for kind in ("passes", "iteration"):
-            for name in blocks[0][kind]:
-                row(name, [b[kind][name] / cfg["iters"] for b in blocks])
+            for name in dict.fromkeys(name for b in blocks for name in b[kind]):
+                n = sum(b["times"].get(name, 1) for b in blocks) / len(blocks)
+                row(f"{name} x {n:.3g}" if n != 1 else name, [b[kind][name] / cfg["iters"] for b in blocks])
             row(f"= {kind}", [sum(b[kind].values()) / cfg["iters"] for b in blocks])
         if cfg["recipes"]:
             row("ratio", [sum(b["iteration"].values()) / sum(b["passes"].values()) for b in blocks])
@@ -277,7 +229,7 @@ def show(method, cfg, passes):
 
 def overhead(tensors=400, blocks=20, iters=5):
     """A method of small tensors without work; for its passes the loops that trainer.py does without."""
-    def loops(nets, batch):
+    def loops(nets):
         params = copy.deepcopy(list(nets["student"].parameters()))
         pairs = list(zip(copy.deepcopy(params), params))
         for p in params:
@@ -286,7 +238,7 @@ def overhead(tensors=400, blocks=20, iters=5):
         ema = lambda: [e.data.lerp_(p.data, 0.001) for e, p in pairs]                   # noqa: E731
         with Syncs() as syncs:
             clip(), ema()
-        return dict(student=[(f"clip_grad_norm_, guard, {syncs.n} sync", 1, clip), ("EMA by a loop", 1, ema)])
+        return {f"clip_grad_norm_, guard, {syncs.n} sync": [clip] * iters, "EMA by a loop": [ema] * iters}
 
     many = type("Many", (torch.nn.Sequential,), dict(x_shape=(1, 8, 8)))
     method = SimpleNamespace(
@@ -332,12 +284,9 @@ def main(argv):
     cfg, _, options = train.resolve(method, argv[1:])
     if options.keys() - {"preset"}:
         raise common.BadInput("tools/bench.py has no --help or --dry_run for a method file; train.py has")
-    if cfg["recipes"] not in PASSES:
-        raise common.BadInput(f"{argv[0]} has recipes {cfg['recipes']!r}; tools/bench.py lists the passes of "
-                              f"{', '.join(PASSES)}: add an entry to PASSES")
     if cfg["blocks"] < 2 or cfg["iters"] < 1:
         raise common.BadInput(f"--blocks {cfg['blocks']} must be 2 or more, --iters {cfg['iters']} 1 or more")
-    show(method, cfg, lambda nets, batch: PASSES[cfg["recipes"]](Passes(nets, batch), cfg))
+    show(method, cfg)
 
 
 if __name__ == "__main__":

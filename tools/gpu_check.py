@@ -4,8 +4,8 @@
     python tools/gpu_check.py --quick                         rehearses them on the CPU with tiny nets
 
 trainer.train itself runs DMD2 from random weights on random images, fake and student phase in turns. ms:
-median of an iteration of either; GB: peak of torch's allocator; MFU: FLOPs of the passes that the phase
-cannot do without (tools/bench.py) over time and the device's dense peak, of TF32 in fp32; syncs: calls in
+median of an iteration of either; GB: peak of torch's allocator; MFU: FLOPs of the calls of nets that the
+phase makes (tools/bench.py) over time and the device's dense peak, of TF32 in fp32; syncs: calls in
 one iteration that make the host wait (on a CPU from the end of step on). A failed case leaves its error, its
 traceback on stderr and exit code 1. What matters most comes first; what there is no time for is skipped.
 """
@@ -53,6 +53,7 @@ class Timed:
         vars(self).update({k: v for k, v in vars(method).items() if k not in ("phase", "step")})
         self.method, self.at, self.total, self.flops, self.look = method, at, total, flops, look
         self.done, self.open, self.marks, self.turns, self.losses, self.syncs = -1, None, {}, {}, {}, {}
+        self.calls = None
 
     def phase(self, it, cfg):
         """The trainer's first call in an iteration, so also the end of the one before."""
@@ -64,7 +65,7 @@ class Timed:
                 self.syncs[before] = ([f"{Path(w.filename).name}:{w.lineno}" for w in waits] if self.at.cuda
                                       else self.seen.n * [""])
             if before and self.flops is not None and before not in self.flops:
-                self.flops[before] = self.count(before, cfg)
+                self.flops[before] = self.count()
             if it == self.total:
                 raise bench.Enough
             self.watch(it, self.at.cuda)
@@ -73,6 +74,9 @@ class Timed:
     def step(self, nets, batch, it, cfg):
         if self.look:
             self.look(nets, batch)
+        if self.flops is not None:
+            self.calls = self.calls or bench.Calls(nets)
+            self.calls.take()
         loss, parts = self.method.step(nets, batch, it, cfg)
         if torch.is_grad_enabled():
             self.done, self.nets, self.batch, self.losses[it] = it, nets, batch, loss.detach()
@@ -91,15 +95,15 @@ class Timed:
                 torch.cuda.set_sync_debug_mode("warn")
                 self.open.callback(torch.cuda.set_sync_debug_mode, "default")
 
-    def count(self, phase, cfg):
-        total = 0
-        for _, times, run in bench.PASSES["dmd2"](bench.Passes(self.nets, self.batch), cfg)[phase]:
-            with FlopCounterMode(display=False) as counter:
-                run() if times else None
-            total += times * counter.get_total_flops()
+    def count(self):
+        """FLOPs of the last iteration's calls, made again."""
+        with FlopCounterMode(display=False) as counter:
+            for calls in self.calls.take().values():
+                for call in calls:
+                    call()
         for p in (p for net in self.nets.values() for p in net.parameters()):
             p.grad = None
-        return total
+        return counter.get_total_flops()
 
 
 def loop(at, name, total, random=True, look=None, **changes):
