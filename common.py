@@ -382,6 +382,7 @@ def student_input(x0_of, x0, ts, schedule, kind, sampler, k):
     known("student_input", kind, ("simulation", "data"))
     if kind == "data" and len(ts) > 2:
         which = torch.randint(len(ts) - 1, (len(x0),), device=x0.device)
+        x0 = expand((which > 0).float(), x0) * x0       # the first step's input is pure noise, as in sampling
         t = torch.stack([t_like(s, x0) for s in ts[:-1]])[which, torch.arange(len(x0), device=x0.device)]
         return add_noise(schedule, x0, torch.randn_like(x0), t), t
     with torch.no_grad():
@@ -393,6 +394,12 @@ def check_steps(steps, trained):
     if steps != trained:
         raise BadInput(f"this student was trained for {trained} steps, not for --steps {steps}; leave "
                        f"--steps out, or train one with --steps {steps}")
+
+
+def no_guidance(guidance, method):
+    """Raises BadInput where a method that has no use for it is given a guidance."""
+    if guidance != 1:
+        raise BadInput(f"--guidance {guidance} is of a teacher's prediction; {method} has none: leave it out")
 
 
 def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2):

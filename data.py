@@ -156,6 +156,7 @@ class Pairs:
                            f"t = {t:g}; states are stored as the nets see them, sigma z: make the pairs anew")
         self.ids = range(n)[:-max(n // 20, 1)] if split == "train" else range(n)[-max(n // 20, 1):]
         label, self.classes = check_labels(self.meta["labels"], range(n), cfg.get("classes", -1), path)
+        self.classes = self.meta["classes"] if cfg.get("classes", -1) < 0 else self.classes
         self.label, self.about = label[self.ids], dict(pairs_of=self.meta["data"])
 
     def __len__(self):
@@ -175,9 +176,9 @@ class Pairs:
 
 def pairs_meta(path):
     """What meta.json of tools/make_pairs.py says, or {} where there is none."""
-    with suppress(ValueError, TypeError):               # of no bytes
+    with suppress(ValueError, TypeError, AttributeError):       # of no bytes, of another program
         meta = json.loads(files.read(path / "meta.json"))
-        return meta if "path_t" in meta else {}
+        return meta if meta.keys() >= {"path_t", "pairs"} else {}
     return {}
 
 

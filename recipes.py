@@ -46,13 +46,14 @@ presets = {
         net="edm:cifar10", data="cifar10-32x32.zip", classes=0, teacher="edm-cifar10-32x32-uncond-vp.pth",
         dropout=0.2, batch_size=512, max_iter=350000, lr=1e-4, lr_schedule="constant", warmup=0, clip=0.0,
         distill=False, betas=(0.9, 0.999), tf32=False, t_mean=-1.1, t_std=2.0, huber_c=1e-8,
-        kimg_per_stage=6400, ratio_cap=0.999, ema=constant_emas),
+        kimg_per_stage=6400, ratio_cap=0.999, t_list=(80.0, 0.821), ema=constant_emas),
     # FastGen EDM/config_cm_in64, which sets no global batch
     ("cm", "imagenet64_fastgen"): rare | dict(
         net="edm:imagenet64", data="imagenet-64x64.zip", teacher="edm-imagenet-64x64-cond-adm.pth",
         distill=False, dropout=0.2, batch_size=1024, max_iter=1000000, optimizer="adam", lr=1e-3,
         lr_schedule="inv_sqrt:2000", warmup=0, clip=0.0, amp="fp16", tf32=False, t_mean=-0.8,
-        huber_c=0.06, loss_weight="c_out_sq", q=4.0, kimg_per_stage=3200, ratio_cap=0.9961, ema=power_emas),
+        huber_c=0.06, loss_weight="c_out_sq", q=4.0, kimg_per_stage=3200, ratio_cap=0.9961,
+        t_list=(80.0, 1.526), ema=power_emas),
     # FastGen EDM/config_scd_cifar10, config_sct_cifar10 (FID 3.22; 3.23 reported), config_scd_in64
     ("scm", "cifar10_fastgen"): rare | scm | dict(max_iter=500000),
     ("scm", "cifar10_sct_fastgen"): rare | scm | dict(
@@ -65,7 +66,7 @@ presets = {
     ("mean_flow", "cifar10_fastgen"): rare | dict(
         net="edm:cifar10", data="cifar10-32x32.zip", classes=0, teacher="", distill=False, batch_size=1024,
         max_iter=1000000, lr=6e-4, lr_schedule="constant", warmup=9765, clip=0.0, tf32=False, dropout=0.2,
-        xflip=True, augment=0.12, augment_ops=("scale", "aniso", "translate_frac"), pairs="sort", t_mean=-0.6,
+        augment=0.12, augment_ops=("xflip", "scale", "aniso", "translate_frac"), pairs="sort", t_mean=-0.6,
         t_std=1.6, t_list=(), ema=constant_emas),
 }
 # FastGen EDM/config_f_distill_*, by the paper's authors (FID 1.85; 1.11): DMD2's but for the divergence

@@ -59,10 +59,10 @@ def load_run(folder, it=None, guidance=None, say=print):
     cfg = Config(state["config"])
     with files.fetch(folder / "method.py") as here:
         method = train.load_method(here)
-    if guidance is not None:
-        cfg["guidance"] = common.number("--guidance", guidance)
     with torch.device("meta"):
         nets = method.build(cfg)
+    if guidance is not None:
+        cfg["guidance"] = common.number("--guidance", guidance)
     students = [*state["emas"], "student"]
     names = dict.fromkeys(students + [n for n, net in nets.items() if hasattr(net, "x_shape")])
     return SimpleNamespace(folder=folder, it=it, state=state, cfg=cfg, guidance=guidance, method=method,

@@ -113,6 +113,12 @@ def train(method, cfg, changed=(), dry_run=False):
     if "student" not in nets:
         raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
                        f"named student")
+    if cfg["augment"] and getattr(nets["student"], "augment_dim", None) == 0:
+        raise BadInput(f"--augment {cfg['augment']}: nets of {method.path.stem} take no labels of what was "
+                       f"augmented and would make such samples; leave it out")
+    if cfg["guidance"] not in (0, 1) and not cfg["classes"]:
+        raise BadInput(f"--guidance {cfg['guidance']} needs classes to guide by, and there are none; use "
+                       f"--guidance 1")
     shape = tuple(nets["student"].x_shape)
     val_set = data.load(cfg, split="val") if cfg["val_every"] else dataset
     for key, some in ("data", dataset), ("val_data", val_set):
@@ -128,7 +134,8 @@ def train(method, cfg, changed=(), dry_run=False):
     found = startup.check_folder(method, cfg, folder)
     fingerprint = startup.fingerprint(cfg, dataset)
     hint = (f"make one with `torchrun train.py methods/sft.py --net {cfg['net']} --data {cfg['data']}`, or "
-            f"give --teacher PATH[#ENTRY]")
+            f"give --teacher PATH[#ENTRY]") if not cfg.get("stage1") else (
+            "run the first stage, or give --stage1 PATH[#ENTRY]")
 
     def pinned(state):
         """Rank 0 finds the sources of weights and opens those that `state` does not make superfluous."""

@@ -99,7 +99,7 @@ def build(cfg):
             ("huber_c", 0, 1e9), ("grid_start", 1, 1e6), ("grid_end", cfg["grid_start"], 1e6)):
         common.number(f"--{key}", cfg[key], low, high)
     if cfg["distill"] and not cfg["teacher"]:
-        raise common.BadInput("--distill true needs a teacher; give --teacher, or leave --distill out")
+        raise common.BadInput("--distill true needs a teacher; give --teacher, or --distill false")
     if cfg["guidance"] != 1 and not cfg["distill"]:
         raise common.BadInput(f"--guidance {cfg['guidance']} is the teacher's; it needs --distill true")
     for steps in (cfg["steps"], len(cfg["t_list"]) or 1):

@@ -26,7 +26,7 @@ config = dict(
     optimizer="adamw",               # adamw, adam, radam
     betas=(0.9, 0.999),              # of the optimizer's two moments
     weight_decay=0.01,               # 0 = off
-    t_list=(2.5, 0.8, 0.4),          # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
+    t_list=(2.5, 0.8, 0.4, 0.2),     # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
     student_input="simulation",      # of later steps: simulation (own samples, paper), data (noised, FastGen)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     t_dist="lognormal",              # noise levels of dsm and GAN; common.t_quantile lists them

@@ -34,7 +34,7 @@ config = dict(
     ratio_min=0.1, ratio_max=20.0,   # bounds of r
     ratio_bins=5,                    # quantiles of t, in each r is divided by its mean; 0 = neither r nor h
     ratio_ema=0.9,                   # decay of these means; 0 = those of this batch
-    t_list=(2.5, 0.8, 0.4),          # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
+    t_list=(2.5, 0.8, 0.4, 0.2),     # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
     student_input="simulation",      # of later steps: simulation (own samples, paper), data (noised, FastGen)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     t_dist="lognormal",              # noise levels of dsm and GAN; common.t_quantile lists them
@@ -73,9 +73,7 @@ def build(cfg):
     for part in "", "dm_":
         common.check_noise(student, cfg["fake_pred"], cfg["fake_weight"], **times(cfg, part))
     nets["discriminator"] = UNetHead(teacher.tap_shapes(taps(teacher, cfg)))
-    if cfg["ratio_bins"]:
-        nets["ratio"] = DensityRatio(cfg["ratio_bins"], cfg["ratio_ema"])
-    return nets
+    return nets | (dict(ratio=DensityRatio(cfg["ratio_bins"], cfg["ratio_ema"])) if cfg["ratio_bins"] else {})
 
 
 def init(cfg):
@@ -150,8 +148,8 @@ def fake_step(nets, batch, it, cfg):
 
 
 def density_weight(nets, feats, t, cfg):
-    """h(r) (B,), from features of samples at t; 1 for rkl."""
-    if cfg["divergence"] == "rkl":
+    """h(r) (B,), from features of samples at t; 1 for rkl, and where the discriminator is not trained."""
+    if cfg["divergence"] == "rkl" or not cfg["gan_d_weight"]:
         return 1.0
     with torch.no_grad():
         r = common.wide(nets["discriminator"](feats)).mean(1).exp().clamp(cfg["ratio_min"], cfg["ratio_max"])

@@ -27,7 +27,7 @@ config = dict(
     optimizer="adamw",               # adamw, adam, radam
     betas=(0.5, 0.99),               # of the optimizer's two moments
     weight_decay=0.01,               # 0 = off
-    t_list=(2.5, 0.8, 0.4),          # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
+    t_list=(2.5, 0.8, 0.4, 0.2),     # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
     student_input="data",            # of later steps: data (noised, paper), simulation (own samples)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     t_dist="lognormal",              # noise levels of the features; common.t_quantile lists them
@@ -52,6 +52,7 @@ def build(cfg):
                              gan_loss=("softplus", "hinge")).items():
         common.known(f"--{key}", cfg[key], choices)
     common.check_noise(student, **times(cfg))
+    common.no_guidance(cfg["guidance"], "LADD")
     nets["discriminator"] = UNetHead(teacher.tap_shapes(taps(teacher, cfg)))
     return nets
 

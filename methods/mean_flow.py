@@ -60,10 +60,11 @@ latents = published | dict(data="imagenet-256-sd.zip", batch_size=1024, max_iter
                            betas=(0.9, 0.95), cond_dropout=0.1, ratio=0.25, pairs="sort",
                            t_mean=-0.4, t_std=1.0, r_mean=-0.4, r_std=1.0, loss_p=1.0, loss_c=1.0)
 presets = dict(
-    # 200 epochs of warm-up, EDM's augmentations
+    # 200 epochs of warm-up, EDM's augmentations without vertical flips and rotations
     cifar10=published | dict(
         net="edm:cifar10", data="cifar10-32x32.zip", classes=0, batch_size=1024, max_iter=800000, lr=6e-4,
-        warmup=9765, dropout=0.2, augment=0.12, t_mean=-0.6, t_std=1.6, r_mean=-4.0, r_std=1.6),
+        warmup=9765, dropout=0.2, augment=0.12, augment_ops=("xflip", "scale", "aniso", "translate_frac"),
+        t_mean=-0.6, t_std=1.6, r_mean=-4.0, r_std=1.6),
     # scales w / (1 - k) = 2 and 2.5
     imagenet256_b=latents | dict(net="dit:b2", kappa=0.5),
     imagenet256_xl=latents | dict(net="dit:xl2", guidance=0.2, kappa=0.92, guidance_interval=(0.0, 0.75)),
@@ -83,14 +84,18 @@ def build(cfg):
     # values that only step() reads are refused here, before any work
     for key in "cond_dropout", "ratio":
         common.number(f"--{key}", cfg[key], 0, 1)
-    if not 0 <= cfg["kappa"] < 1 or len(cfg["guidance_interval"]) != 2:
+    low, high = (*cfg["guidance_interval"], 0, 0)[:2]
+    if not 0 <= cfg["kappa"] < 1 or not low < high or len(cfg["guidance_interval"]) != 2:
         raise common.BadInput(f"--kappa {cfg['kappa']} must be in [0, 1), --guidance_interval "
-                              f"{cfg['guidance_interval']} two times")
+                              f"{cfg['guidance_interval']} two times, ascending")
     common.known("--pairs", cfg["pairs"], ("min", "sort"))
     common.known("--loss", cfg["loss"], ("l2", "opt_grad"))
-    for key in "jvp_step", "t_std", "r_std":
+    common.number("--loss_p", cfg["loss_p"], 0, 10)
+    for key in "jvp_step", "t_std", "r_std", "loss_c":
         common.number(f"--{key}", cfg[key], 1e-6, 100)
     common.number("--tangent_warmup", cfg["tangent_warmup"], 0)
+    for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
+        levels(cfg, steps)
     common.check_jvp(cfg["jvp"], cfg["parallel"])
     return nets
 
@@ -171,10 +176,15 @@ def velocity(nets, x_t, t, v, cond, uncond, cfg):
     return torch.where(on > 0, guided, v)
 
 
+def levels(cfg, steps):
+    given = cfg["t_list"] if len(cfg["t_list"]) >= steps else [1 - k / steps for k in range(steps)]
+    return common.t_list("rf", steps, given[:steps])
+
+
 def sample(net, noise, batch, cfg, steps):
     """x_r = x_t - (t - r) u from noise at t = 1; any step count."""
-    given = cfg["t_list"] if len(cfg["t_list"]) >= steps else [1 - k / steps for k in range(steps)]
-    ts, x = common.t_list("rf", steps, given[:steps]), noise(0)
+    ts = levels(cfg, steps)
+    x = ts[0] * noise(0)
     for t, r in zip(ts, ts[1:]):
         t, r = common.t_like(t, x), common.t_like(r, x)
         u = common.predict_on("rf", net, x, t, batch["cond"], "flow", r=r)

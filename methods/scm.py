@@ -53,7 +53,8 @@ config = dict(
 )
 
 published = dict(batch_size=512, lr=1e-4, lr_schedule="constant", warmup=0, t_mean=-1.0, t_std=1.4, t_max=0.0,
-                 tangent_warmup=10000, clip=0.0, save_every=10000, val_every=10000, sample_every=10000)
+                 tangent_warmup=10000, clip=0.0, tf32=False, save_every=10000, val_every=10000,
+                 sample_every=10000)
 cifar10 = published | dict(net="edm:cifar10", data="cifar10-32x32.zip", classes=0, max_iter=400000,
                            teacher="edm-cifar10-32x32-uncond-vp.pth", ema=("ema:half_kimg=500",))
 presets = dict(
@@ -75,11 +76,17 @@ def build(cfg):
         if not cfg["teacher"]:
             raise common.BadInput("sCD needs a --teacher PATH; --distill false trains from data alone")
         nets["teacher"] = common.make_net(cfg["net"], label_dim=cfg["classes"]).eval().requires_grad_(False)
+    if not cfg["distill"]:
+        common.no_guidance(cfg["guidance"], "sCT")
     # values that only step() reads are refused here, before any work
     common.t_quantile(torch.tensor([0.5], dtype=torch.float64, device="cpu"), schedule="edm", **times(cfg))
     common.known("--tangent", cfg["tangent"], ("normalize", "clip", "none"))
     common.number("--jvp_step", cfg["jvp_step"], 1e-6, 0.5)
     common.number("--tangent_warmup", cfg["tangent_warmup"], 0)
+    for key in "sigma_data", "tangent_c":
+        common.number(f"--{key}", cfg[key], 0)
+    for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
+        levels(student, cfg, steps)
     common.check_jvp(cfg["jvp"], cfg["parallel"])
     return nets
 
@@ -138,8 +145,11 @@ def times(cfg):
                 t_min=cfg["t_min"], t_max=cfg["t_max"])
 
 
+def levels(net, cfg, steps):
+    return common.t_list(net.schedule, steps, cfg["t_list"][:steps] if steps <= len(cfg["t_list"]) else ())
+
+
 def sample(net, noise, batch, cfg, steps):
     """Few-step consistency sampling; any step count."""
-    given = cfg["t_list"][:steps] if steps <= len(cfg["t_list"]) else ()
     x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
-    return common.few_step(x0_of, noise, common.t_list(net.schedule, steps, given), net.schedule)
+    return common.few_step(x0_of, noise, levels(net, cfg, steps), net.schedule)

@@ -15,7 +15,7 @@ share their masks (T has dropout too, as in both codes). FastGen takes the mean 
 slices below 4, and goes through the map's stages again unless it counts on from stage 1.
 
     python train.py methods/tcm.py && python train.py methods/tcm.py --preset stage2     the README's result
-    python train.py methods/tcm.py --stage1 outputs/fewstep/digits/cm --max_iter 300     after a run of cm.py
+    python train.py methods/tcm.py --stage1 outputs/fewstep/digits/cm --name tcm_cm      after a run of cm.py
     torchrun --nproc_per_node 8 train.py methods/tcm.py --preset cifar10_stage1          then --preset cifar10
 """
 import torch
@@ -80,6 +80,9 @@ def build(cfg):
             ("q", 1.001, 1e9), ("kimg_per_stage", 1, 1e9), ("ratio_cap", 0, 0.99999),
             ("huber_c", 0, 1e9), ("transition", 1e-6, 1e9), ("boundary_prob", 0, 0.999)):
         common.number(f"--{key}", cfg[key], low, high)
+    common.no_guidance(cfg["guidance"], "TCM")
+    if cfg["stage1"].partition("#")[0].rstrip("/").endswith(f"/{cfg['name']}"):
+        raise common.BadInput(f"--stage1 {cfg['stage1']} is this run's own folder; give --name NEW")
     common.check_noise(student, **times(cfg, "tail_" if cfg["stage1"] else ""))
     for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
         if levels(student, cfg, steps)[-2] < cfg["transition"] and cfg["stage1"]:

@@ -277,6 +277,7 @@ class EDM(nn.Module):
     def __init__(self, x_shape, label_dim=0, augment_dim=0, sigma_data=0.5, r=False, logvar=False, **unet):
         super().__init__()
         self.x_shape, self.sigma_data, self.label_dim, self.r = x_shape, sigma_data, label_dim, r
+        self.augment_dim = augment_dim
         self.model = UNet(x_shape, label_dim, augment_dim, r=r, logvar=logvar, **unet)
         self.n_taps = len(self.model.tap_shapes)
         self.blocks = [name for name, m in self.named_modules() if isinstance(m, Block)]

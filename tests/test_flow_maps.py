@@ -37,7 +37,7 @@ def gaussian(name, std=S, schedule="edm", off=0.0, n=16, dtype=f64, **changes):
     """Method, config, nets (student: exact for the guided data, but for std and off), batch of N(M, S^2)."""
     extra = dict(logvar=False, tangent="none", tangent_warmup=0, sigma_data=S) if name == "scm" else dict(
         loss_p=0.0, loss_rms=True, ratio=1.0)
-    method, cfg = setup(name, **extra | changes)
+    method, cfg = setup(name, **dict(guidance=1.0) | extra | changes)
     schedule = "rf" if name == "mean_flow" else schedule
     student = Exact(cfg["guidance"] * M, std, schedule, ALL[schedule], learn=True)
     student.off = off
@@ -127,7 +127,7 @@ def test_passes_are_those_needed(name):
     for changes, student, teacher in (
             (dict(), 2, 1), (dict(guidance=2.0), 2, 2), (dict(jvp="fused"), 1, 1), (dict(dropout=0.1), 2, 1),
             (dict(jvp="difference"), 3, 1), (dict(distill=False), 2, 0)):
-        method, cfg = setup(name, **changes)
+        method, cfg = setup(name, **dict(guidance=1.0) | changes)
         nets, sizes = nets_of(method, cfg), dict(student=[], teacher=[])
         for n, net in nets.items():
             net.register_forward_pre_hook(lambda net, args, n=n: sizes[n].append(len(args[0])))
@@ -209,7 +209,7 @@ def test_mean_flow_guides_in_the_interval_alone_and_only_samples_that_have_their
 
 @pytest.mark.parametrize("distill", [True, False])
 def test_mean_flow_drops_conditions_also_in_distillation_and_alike_in_all_items(distill):
-    method, cfg = setup("mean_flow", cond_dropout=0.5, distill=distill, batch_size=1500)
+    method, cfg = setup("mean_flow", guidance=1.0, cond_dropout=0.5, distill=distill, batch_size=1500)
     nets, seen = nets_of(method, cfg), dict(student=[], teacher=[])
     for n, net in nets.items():
         net.register_forward_pre_hook(lambda net, args, n=n: seen[n].append(args[2]["label"]))

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 8 tools/make_pairs.py --net edm:cifar10 --data cifar10-32x32.zip --teacher
         edm-cifar10-32x32-cond-vp.pth --pairs 1024000 --path_t 80 --out outputs/pairs/cifar10
 
-Pair i has the label of sample i of the data (modulo their number) and noise that is a function of (seed, i),
-none that sample.py or evaluate.py draw. The ODE starts from sigma z at the first time of --path_t; the others
+Labels are the data's, shuffled by the seed, and the noise of pair i is a function of (seed, i), none that
+sample.py or evaluate.py draw. The ODE starts from sigma z at the first time of --path_t; the others
 are taken into the solver's grid. FOLDER (or a URL) gets
 
     meta.json      what made them: teacher's checksum, schedule, solver, steps, guidance, times, seed, labels
@@ -118,7 +118,9 @@ def main(argv):
     path_t = [common.number("--path_t", t, 1e-6) for t in args.path_t.split(",")]
     common.t_list(net.schedule, len(path_t), path_t)
     common.t_list(net.schedule, args.steps)
-    labels = found.label[np.arange(args.pairs) % len(found)].tolist() if found.classes else None
+    common.number("--guidance", args.guidance)
+    order = data.indices(args.seed, range(args.pairs), len(found)) if found.classes else None
+    labels = found.label[order].tolist() if found.classes else None
     same = ("pairs", "shard", "seed", "net", "data", "steps", "solver", "guidance")
     meta = {k: getattr(args, k) for k in same} | dict(
         path_t=path_t, schedule=net.schedule, shape=list(net.x_shape), classes=found.classes, labels=labels,

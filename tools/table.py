@@ -41,7 +41,7 @@ def measure(method, suffix, args, steps, runs):
     found = [{}]                                        # a first stage has no score
     if steps:
         call("evaluate.py", folder, f"--net={entry}", f"--steps={steps}")
-        found = json.loads(max((folder / "eval").glob("[0-9]*.json")).read_text())["results"]
+        found = json.loads(max((folder / "eval").glob("???????.json")).read_text())["results"]
     command = " ".join(["torchrun train.py", f"methods/{method}.py", *args]).replace(f"{runs}/", "RUNS/")
     lines, ms, before = (folder / "metrics.jsonl").read_text().splitlines(), 0.0, 0
     for line in filter(lambda line: "ms_per_it" in line, map(json.loads, lines)):
