@@ -63,7 +63,7 @@ cifar10 = dict(
     save_every=5000, val_every=5000, sample_every=5000,
     ema=("ema:0.9999", "ema_99995:0.99995", "ema_9996:0.9996"))
 presets = dict(
-    stage2=dict(stage1="outputs/fewstep/digits/tcm", max_iter=4000, lr=5e-4),
+    stage2=dict(stage1="outputs/fewstep/digits/tcm", max_iter=3000, lr=1e-4),
     # the paper's, as its code has them: 25 k iterations per stage of the map; assumption: 350 k in all
     cifar10_stage1=cifar10 | dict(max_iter=350000),
     cifar10=cifar10 | dict(stage1="outputs/fewstep/cifar10-32x32/tcm_cifar10_stage1", batch_size=1024,

@@ -10,6 +10,7 @@ import trainer
 
 sys.path.insert(0, str(trainer.ROOT / "tools"))
 import bench  # noqa: E402
+import table as results_table  # noqa: E402
 
 PARTS = ["data + encode", "step", "backward", "average, clip + guard", "optimizer", "EMA + log",
          "= iteration"]
@@ -106,3 +107,11 @@ def test_a_step_makes_the_calls_that_it_must_and_no_others(name, changes, studen
             net, marks = text.split()[0], "".join(mark for mark, word in MARKS.items() if word in text)
             made += [dict(fake_score="fake", discriminator="D").get(net, net) + marks] * len(functions)
         assert sorted(made) == sorted(dict(student=student, fake=fake)[phase].split()), " ".join(made)
+
+def test_the_readmes_table_takes_new_figures_into_its_row_alone():
+    text, row = results_table.README.read_text(), dict(fd=9.87, fd_std=0.65, command="a", minutes=7.4)
+    new = results_table.rewrite(text, dict(cm=[row | dict(steps=n) for n in (1, 4)], nobody=[]))
+    (line,), lines = set(new.splitlines()) - set(text.splitlines()), len(text.splitlines())
+    assert "`methods/cm.py`" in line and line.count("9.87 ± 0.65") == 2 and " | 7 | " in line
+    assert len(new.splitlines()) == lines and results_table.rewrite(text, {}) == text
+    assert results_table.RUNS.keys() == {*run.METHODS}

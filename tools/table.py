@@ -22,7 +22,7 @@ once = [("", [], "1,2,4")]                                              # one ru
 # method: [(suffix of the run's name, arguments, step counts to score)]; {runs}: the folder of the runs
 RUNS = dict(
     sft=[("", [], "18")], kd=each, cm=once, scm=once,
-    tcm=[("_stage1", [], ""), ("", ["--preset=stage2", "--stage1={runs}/tcm_stage1"], "1,2,4")],
+    tcm=[("", ["--preset=stage2", "--stage1={runs}/cm"], "1,2,4")],     # goes on from CM's run
     mean_flow=once, dmd2=each, f_distill=each, ladd=each)
 
 
@@ -38,10 +38,8 @@ def measure(method, suffix, args, steps, runs):
     folder, args = runs / f"{method}{suffix}", [a.format(runs=runs) for a in args]
     call("train.py", f"methods/{method}.py", "--project=table", f"--name={folder.name}", *args)
     entry = json.loads((folder / "config.json").read_text())["ema"][0].partition(":")[0]
-    found = [{}]                                        # a first stage has no score
-    if steps:
-        call("evaluate.py", folder, f"--net={entry}", f"--steps={steps}")
-        found = json.loads(max((folder / "eval").glob("???????.json")).read_text())["results"]
+    call("evaluate.py", folder, f"--net={entry}", f"--steps={steps}")
+    found = json.loads(max((folder / "eval").glob("???????.json")).read_text())["results"]
     command = " ".join(["torchrun train.py", f"methods/{method}.py", *args]).replace(f"{runs}/", "RUNS/")
     lines, ms, before = (folder / "metrics.jsonl").read_text().splitlines(), 0.0, 0
     for line in filter(lambda line: "ms_per_it" in line, map(json.loads, lines)):
@@ -60,7 +58,7 @@ def rewrite(text, results):
         name = next((c.strip("`")[8:-3] for c in cells if c.startswith("`methods/")), None)
         if name not in results or len(cells) != len(columns):
             continue
-        rows = {row.get("steps"): row for row in results[name]}
+        rows = {row["steps"]: row for row in results[name]}
         cells[columns.index("lines")] = str(len((ROOT / "methods" / f"{name}.py").read_text().splitlines()))
         for steps in {1, 2, 4} & rows.keys():
             column = columns.index(f"{steps} step{'s' * (steps > 1)}")
