@@ -62,8 +62,9 @@ def load(cfg, split="train"):
     path = next((p for p in (Path(source), root / source) if source and os.path.exists(p)), None)
     if path is None:
         raise BadInput(f"--{key} {source or repr(source)} does not exist, neither in {os.getcwd()} nor beside "
-                       "data.py; give a folder of images, a .zip, an .npz, digits, or a teacher's pairs "
-                       f"(`torchrun tools/make_pairs.py --out {source}` makes them for the digits)")
+                       "data.py; give a folder of images, a .zip, an .npz, digits" + (
+                           "" if "." in source else ", or a teacher's pairs (`torchrun tools/make_pairs.py "
+                           f"--out {source}` makes them for the digits)"))
     if path.is_dir():
         if pairs_meta(path):
             return Pairs(path, cfg, split)

@@ -15,6 +15,11 @@ scm = dict(net="edm:cifar10", data="cifar10-32x32.zip", teacher="edm-cifar10-32x
            batch_size=512, lr=1e-4, lr_schedule="constant", warmup=0, clip=0.0, tf32=False, t_mean=-1.0,
            t_max=0.0, tangent_rms=True, tangent_warmup=10000, t_list=(80.0, 0.821), ema=constant_emas)
 
+tcm = rare | dict(
+    net="edm2:imagenet64_s", data="imagenet-64x64.zip", teacher="edm2-img64-s.pth", amp="fp16",
+    optimizer="adam", betas=(0.9, 0.99), warmup=0, clip=0.0, tf32=False, dropout=0.4, t_mean=-0.8, t_std=1.6,
+    q=4.0, ratio_cap=0.9961, huber_c=0.06, loss_weight="c_out_sq", kimg_per_stage=20480, t_list=(80.0, 1.526))
+
 presets = {
     # FastGen EDM/config_sft_edm_cifar10: fine-tuning of the public teacher
     ("sft", "cifar10_finetune"): rare | dict(
@@ -62,6 +67,12 @@ presets = {
         net="edm:imagenet64", data="imagenet-64x64.zip", teacher="edm-imagenet-64x64-cond-adm.pth",
         classes=-1, batch_size=1024, max_iter=600000, lr=7e-5, lr_schedule="inv_sqrt:35000", optimizer="adam",
         adam_eps=1e-11, clip=10.0, amp="bf16", t_std=1.6, t_list=(80.0, 1.1)),
+    # NVlabs/TCM and FastGen EDM2/config_tcm_s: both stages on EDM2-S (one-step FID 2.88)
+    ("tcm", "imagenet64_stage1"): tcm | dict(
+        batch_size=2048, max_iter=150000, lr=1e-3, lr_schedule="inv_sqrt:2000", ema=("ema:power=0.05",)),
+    ("tcm", "imagenet64"): tcm | dict(
+        stage1="outputs/fewstep/imagenet-64x64/tcm_imagenet64_stage1", batch_size=1024, max_iter=400000,
+        lr=5e-4, lr_schedule="inv_sqrt:8000", ema=power_emas),
     # FastGen EDM/config_mf_cifar10 (FID 2.82 reported), without preconditioning there
     ("mean_flow", "cifar10_fastgen"): rare | dict(
         net="edm:cifar10", data="cifar10-32x32.zip", classes=0, teacher="", distill=False, batch_size=1024,
