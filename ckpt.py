@@ -231,11 +231,15 @@ class Saver:
     def busy(self):
         return self.thread is not None and self.thread.is_alive()
 
+    def wait(self):
+        """Until the background has written what it was given."""
+        if self.thread is not None:
+            self.thread.join()
+
     def finish(self):
         """Wait for what is being written, and commit it."""
         if self.pending():
-            if self.thread is not None:
-                self.thread.join()
+            self.wait()
             error = next(filter(None, everyone(self.error, self.gloo)), None)
             record, it, self.it, self.thread, self.record, self.error = self.record, self.it, *[None] * 4
             if error is None:
@@ -255,8 +259,7 @@ class Saver:
 
     def alone(self, it, content):
         """Write a checkpoint without the other ranks, which may be gone: of replicas, on rank 0."""
-        if self.thread is not None:
-            self.thread.join()
+        self.wait()
         save(path(self.folder, it), split(content)[0])
 
 

@@ -320,10 +320,16 @@ def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_mi
     return t.clamp(lo, hi)
 
 
+@functools.lru_cache(maxsize=16)
+def t_edges(bins, device, dtype, **params):
+    """The bins - 1 times between equally likely intervals of a p(t), params of t_quantile."""
+    u = torch.arange(1, bins, dtype=torch.float64, device="cpu") / bins
+    return t_quantile(u, **params).to(device, dtype)
+
+
 def t_bin(t, bins, **params):
     """(B,) int64: which of `bins` equally likely intervals of a p(t), params of t_quantile, t is in."""
-    edges = t_quantile(torch.arange(1, bins, dtype=torch.float64, device="cpu") / bins, **params)
-    return torch.bucketize(t, edges.to(t.device, t.dtype), right=True)
+    return torch.bucketize(t, t_edges(bins, t.device, t.dtype, **params), right=True)
 
 
 def sample_t(n, dist, schedule, device, **params):

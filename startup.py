@@ -115,6 +115,19 @@ def call(method, name, *args):
     return value
 
 
+def check_nets(method, cfg, nets):
+    """Keys that these nets cannot follow, once the data's classes are known."""
+    if "student" not in nets:
+        raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
+                       f"named student")
+    if cfg["augment"] and getattr(nets["student"], "augment_dim", None) == 0:
+        raise BadInput(f"--augment {cfg['augment']}: nets of {method.path.stem} take no labels of what was "
+                       f"augmented and would make such samples; leave it out")
+    if cfg["guidance"] not in (0, 1) and not cfg["classes"]:
+        raise BadInput(f"--guidance {cfg['guidance']} needs classes to guide by, and there are none; use "
+                       f"--guidance 1")
+
+
 def check_method(method, cfg, nets, trainable):
     """init's sources, {phase: its turns}; every phase has an optimizer, every trainable parameter one."""
     where, inits, turns = method.path, call(method, "init", cfg), Counter()

@@ -110,15 +110,7 @@ def train(method, cfg, changed=(), dry_run=False):
         cfg["classes"] = dataset.classes
     with torch.device("meta"):
         nets = startup.call(method, "build", cfg)
-    if "student" not in nets:
-        raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
-                       f"named student")
-    if cfg["augment"] and getattr(nets["student"], "augment_dim", None) == 0:
-        raise BadInput(f"--augment {cfg['augment']}: nets of {method.path.stem} take no labels of what was "
-                       f"augmented and would make such samples; leave it out")
-    if cfg["guidance"] not in (0, 1) and not cfg["classes"]:
-        raise BadInput(f"--guidance {cfg['guidance']} needs classes to guide by, and there are none; use "
-                       f"--guidance 1")
+    startup.check_nets(method, cfg, nets)
     shape = tuple(nets["student"].x_shape)
     val_set = data.load(cfg, split="val") if cfg["val_every"] else dataset
     for key, some in ("data", dataset), ("val_data", val_set):
@@ -153,7 +145,7 @@ def train(method, cfg, changed=(), dry_run=False):
 
     # ---- process group: gloo for flags, the default back-end (NCCL on CUDA) for tensors
     gloo, limit = None, watch.group_timeout(cfg["timeout_s"])
-    watchdog = watch.Watchdog(cfg["timeout_s"], rank, world, [method.path])
+    watchdog = watch.Watchdog(cfg["timeout_s"], rank, world)
     watchdog.mark(0, "", "joining the other ranks")
     if world > 1 or cfg["parallel"] == "fsdp":
         alone = {} if "MASTER_ADDR" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -400,8 +392,7 @@ def train(method, cfg, changed=(), dry_run=False):
                 checkpoint(done)
             look(done)                                   # after the save: what fails here costs nothing
     except Exception:                                   # nothing collective here: the others may have left
-        if saver.busy():
-            saver.thread.join()
+        saver.wait()
         if rank == 0 and mesh is None and done not in (None, saved, start):     # a first one gained nothing
             with contextlib.suppress(BadInput):         # the first sentence is the one that counts
                 saver.alone(done, content(done))

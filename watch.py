@@ -82,7 +82,7 @@ class Watchdog:
     """A thread that says where this rank stands and ends it when mark() was not called for timeout_s. All
     ranks of a hung run get to say it: torchrun, which ends all after the first that leaves, waits 30 s."""
 
-    def __init__(self, timeout_s, rank=0, world=1, *_):
+    def __init__(self, timeout_s, rank=0, world=1):
         self.rank, self.world, self.last, self.main = rank, world, None, threading.get_ident()
         if timeout_s > 0:                               # a weak reference: it ends when the run does, however
             threading.Thread(target=patrol, args=(weakref.ref(self), timeout_s), daemon=True).start()

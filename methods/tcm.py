@@ -14,8 +14,8 @@ sample of x_r goes through the one net it needs; with it both nets see the whole
 share their masks (T has dropout too, as in both codes). FastGen takes the mean of an empty boundary (NaN) on
 slices below 4, and goes through the map's stages again unless it counts on from stage 1.
 
-    python train.py methods/tcm.py && python train.py methods/tcm.py --preset stage2     the README's result
-    python train.py methods/tcm.py --stage1 outputs/fewstep/digits/cm --name tcm_cm      after a run of cm.py
+    python train.py methods/tcm.py && python train.py methods/tcm.py --preset stage2     both stages
+    python train.py methods/tcm.py --preset stage2 --stage1 outputs/fewstep/digits/cm    README's, after cm.py
     torchrun --nproc_per_node 8 train.py methods/tcm.py --preset cifar10_stage1          then --preset cifar10
 """
 import torch

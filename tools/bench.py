@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from pathlib import Path
 from statistics import quantiles
 from types import SimpleNamespace
@@ -36,6 +36,9 @@ import common, logs, shard, train, trainer  # noqa: E401, E402
 
 # ---- the passes --------------------------------------------------------------------------------------------
 
+Leaf = namedtuple("Leaf", "shape dtype device requires_grad dual")     # what is kept of a tensor argument
+
+
 class Calls:
     """What nets were called with, to be called with again: shapes, with or without a graph, in forward mode.
     That a method makes no calls that it could do without is for its tests to hold."""
@@ -48,7 +51,7 @@ class Calls:
     def note(self, name, net, args, kwargs, out):
         leaves, tree = tree_flatten((args, kwargs))
         dual = torch._C._functorch.is_functorch_wrapped_tensor              # inside torch.func.jvp
-        leaves = [(v.shape, v.dtype, v.device, v.requires_grad, dual(v)) if torch.is_tensor(v) else v
+        leaves = [Leaf(v.shape, v.dtype, v.device, v.requires_grad, dual(v)) if torch.is_tensor(v) else v
                   for v in leaves]
         graph = torch.is_grad_enabled() and any(v.requires_grad for v in (     # not of dual numbers
             net.parameters() if any(map(is_dual, leaves)) else tensors(out)))
@@ -69,9 +72,9 @@ class Calls:
     def again(self, net, tree, leaves, grad, graph):
         made, duals = list(leaves), [i for i, v in enumerate(leaves) if is_dual(v)]
         for i, v in enumerate(leaves):
-            if isinstance(v, tuple) and isinstance(v[0], torch.Size):
-                made[i] = torch.full(v[0], 0.5 if v[1].is_floating_point else 0, dtype=v[1], device=v[2],
-                                     requires_grad=v[3] and i not in duals)
+            if isinstance(v, Leaf):
+                made[i] = torch.full(v.shape, 0.5 if v.dtype.is_floating_point else 0, dtype=v.dtype,
+                                     device=v.device, requires_grad=v.requires_grad and not v.dual)
 
         def call(*values):
             for i, v in zip(duals, values):
@@ -91,7 +94,7 @@ def tensors(out):
 
 
 def is_dual(leaf):
-    return isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size) and leaf[4]
+    return isinstance(leaf, Leaf) and leaf.dual
 
 
 # ---- the clock -------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def measure(method, suffix, args, steps, runs):
     """Rows of evaluate.py of one run, with what made them."""
     folder, args = runs / f"{method}{suffix}", [a.format(runs=runs) for a in args]
     call("train.py", f"methods/{method}.py", "--project=table", f"--name={folder.name}", *args)
-    entry = json.loads((folder / "config.json").read_text())["ema"][0].partition(":")[0]
+    entry = common.parse_ema(json.loads((folder / "config.json").read_text())["ema"][0])[0]
     call("evaluate.py", folder, f"--net={entry}", f"--steps={steps}")
     found = json.loads(max((folder / "eval").glob("???????.json")).read_text())["results"]
     command = " ".join(["torchrun train.py", f"methods/{method}.py", *args]).replace(f"{runs}/", "RUNS/")
