@@ -15,7 +15,7 @@ share their masks (T has dropout too, as in both codes). FastGen takes the mean 
 slices below 4, and goes through the map's stages again unless it counts on from stage 1.
 
     python train.py methods/tcm.py && python train.py methods/tcm.py --preset stage2     both stages
-    python train.py methods/tcm.py --preset stage2 --stage1 outputs/fewstep/digits/cm    README's, after cm.py
+    python train.py methods/tcm.py --preset stage2 --stage1 outputs/fewstep/digits/cm#ema     README's, after cm.py
     torchrun --nproc_per_node 8 train.py methods/tcm.py --preset cifar10_stage1          then --preset cifar10
 """
 import torch
@@ -50,7 +50,8 @@ config = dict(
     q=2.0,                           # 1 - r / t is q^-(stage + 1) at high noise
     kimg_per_stage=64,               # thousands of images per stage of the map
     ratio_cap=0.99,                  # r / t at high noise, at most, and in stage 2; paper: 0.999 for CIFAR-10
-    huber_c=0.0,                     # rho(d) = sqrt(d^2 + c^2) - c; 0 = the distance itself
+    huber_c=0.0,                     # rho(d) = sqrt(d^2 + c^2) - c; 0 = the distance itself; from data a small
+                                     # one learns medians, so samples vary less; a large one means
     loss_weight="gap",               # 1 / (t - r); common.consistency_loss lists others
     t_list=(80.0, 1.0),              # noise levels of the sampler's steps, where it has as many
     ema=("ema:power=0.1",),
@@ -63,7 +64,7 @@ cifar10 = dict(
     save_every=5000, val_every=5000, sample_every=5000,
     ema=("ema:0.9999", "ema_99995:0.99995", "ema_9996:0.9996"))
 presets = dict(
-    stage2=dict(stage1="outputs/fewstep/digits/tcm", max_iter=3000, lr=1e-4),
+    stage2=dict(stage1="outputs/fewstep/digits/tcm#ema", max_iter=3000, lr=1e-4, huber_c=2.0),
     # the paper's, as its code has them: 25 k iterations per stage of the map; assumption: 350 k in all
     cifar10_stage1=cifar10 | dict(max_iter=350000),
     cifar10=cifar10 | dict(stage1="outputs/fewstep/cifar10-32x32/tcm_cifar10_stage1", batch_size=1024,

@@ -22,7 +22,7 @@ once = [("", [], "1,2,4")]                                              # one ru
 # method: [(suffix of the run's name, arguments, step counts to score)]; {runs}: the folder of the runs
 RUNS = dict(
     sft=[("", [], "18")], kd=each, cm=once, scm=once,
-    tcm=[("", ["--preset=stage2", "--stage1={runs}/cm"], "1,2,4")],     # goes on from CM's run
+    tcm=[("", ["--preset=stage2", "--stage1={runs}/cm#ema"], "1,2,4")],     # goes on from CM's run
     mean_flow=once, dmd2=each, f_distill=each, ladd=each)
 
 
