@@ -26,7 +26,9 @@ TOY_CAN, EDM_CAN = {"label", "r", "logvar", "skip"}, {"label", "r", "logvar"}
 EDM = dict(x_shape=(3, 8, 8), label_dim=4, width=8, mult=(1, 2), blocks=2, attn=(4,))
 NCSNPP = dict(EDM, augment_dim=5, fourier=True, residual=True, resample=(1, 3, 3, 1), noise_mult=2)
 ADM = dict(EDM, width=64, mult=(1, 1), blocks=1, adm=True, emb_mult=1)
+DIT = dict(x_shape=(4, 8, 8), dim=32, depth=3, heads=4, label_dim=4)
 CASES = dict(
+    dit=Case("dit:dit_s2", DIT, EDM_CAN), sit=Case("dit:sit_s2", DIT | dict(r_kind="diff"), EDM_CAN),
     toy=Case("toy:tiny", dict(label_dim=4), TOY_CAN),
     toy_rf=Case("toy:tiny,schedule=rf,pred=flow", dict(label_dim=4, text_dim=3), TOY_CAN, dict(text=(5, 3))),
     toy_video=Case("toy:video", dict(label_dim=4), TOY_CAN | {"cache"}),
