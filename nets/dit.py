@@ -123,7 +123,7 @@ class DiT(Net):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """The fixed table of positions: by column in the first half, by row in the second, each [sin, cos]."""
+        """The fixed table of positions: column in the first half, row in the second, each [sin, cos]."""
         steps = [torch.arange(n, dtype=torch.float64, device="cpu") for n in self.grid]
         rows, columns = torch.meshgrid(*steps, indexing="ij")
         f = 1e4 ** -(torch.arange(self.dim // 4, dtype=torch.float64, device="cpu") / (self.dim // 4))
