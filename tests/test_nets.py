@@ -27,6 +27,7 @@ EDM = dict(x_shape=(3, 8, 8), label_dim=4, width=8, mult=(1, 2), blocks=2, attn=
 NCSNPP = dict(EDM, augment_dim=5, fourier=True, residual=True, resample=(1, 3, 3, 1), noise_mult=2)
 ADM = dict(EDM, width=64, mult=(1, 1), blocks=1, adm=True, emb_mult=1)
 DIT = dict(x_shape=(4, 8, 8), dim=32, depth=3, heads=4, label_dim=4)
+EDM2 = dict(EDM, width=16, head_dim=8)
 CASES = dict(
     dit=Case("dit:dit_s2", DIT, EDM_CAN), sit=Case("dit:sit_s2", DIT | dict(r_kind="diff"), EDM_CAN),
     toy=Case("toy:tiny", dict(label_dim=4), TOY_CAN),
@@ -34,7 +35,8 @@ CASES = dict(
     toy_video=Case("toy:video", dict(label_dim=4), TOY_CAN | {"cache"}),
     edm=Case("edm:test", dict(augment_dim=5), EDM_CAN, dict(augment=(5,)), EDM),
     edm_ncsnpp=Case("edm:test_ncsnpp", {}, EDM_CAN, dict(augment=(5,)), NCSNPP),
-    edm_adm=Case("edm:test_adm", {}, EDM_CAN, {}, ADM))
+    edm_adm=Case("edm:test_adm", {}, EDM_CAN, {}, ADM),
+    edm2=Case("edm2:imagenet64_s", EDM2, EDM_CAN))
 
 @pytest.fixture(autouse=True)
 def tiny_sizes(monkeypatch):
