@@ -1,9 +1,8 @@
 """EDM2: the magnitude-preserving U-Net of Karras et al. 2024 (arXiv 2312.02696) with EDM preconditioning.
 
-Activations keep their magnitude on average; no biases, no group norms. State-dict keys are those of NVIDIA's
-public pickles (tools/convert_edm.py); their gains without a dimension become (1,). After each optimizer step
-`post_step` puts all rows of weights back to unit size. Additions: a second time r (FastGen's embedder, mixed
-in by a gain that starts at 0), features (tap k = output of the last encoder block of level k).
+Keys are those of NVIDIA's public pickles (tools/convert_edm.py), whose gains without a dimension become (1,).
+After each optimizer step `post_step` puts the rows of weights back to unit size. Additions: a second time r
+(FastGen's embedder, mixed in by a gain that starts at 0), taps (k: the last encoder block of level k).
 """
 import math
 
@@ -15,8 +14,7 @@ from nets.edm import Preconditioned, Skeleton, attend
 
 SILU = 0.596        # magnitude of silu(x) for a normal x
 imagenet64 = dict(x_shape=(3, 64, 64), label_dim=1000, mult=(1, 2, 3, 4), blocks=3, attn=(16, 8))
-sizes = {f"imagenet64_{name}": imagenet64 | dict(width=width)
-         for name, width in dict(s=192, m=256, l=320, xl=384).items()}
+sizes = {f"imagenet64_{k}": imagenet64 | dict(width=v) for k, v in dict(s=192, m=256, l=320, xl=384).items()}
 
 
 def make(size, /, **options):
@@ -32,7 +30,7 @@ def normalize(x, *dims):
 
 
 def mp_sum(a, b, t):
-    """(1 - t) a + t b, of unit variance where a and b are independent and of unit variance."""
+    """(1 - t) a + t b, scaled so that the magnitude stays."""
     return ((1 - t) * a + t * b) / ((1 - t) ** 2 + t ** 2) ** 0.5
 
 
@@ -54,7 +52,7 @@ class Fourier(nn.Module):
 
 
 class MPConv(nn.Module):
-    """k x k convolution, or linear layer where k = 0. Only the direction of a weight's row counts."""
+    """k x k convolution, k = 0: linear layer. Of a weight's row only the direction counts."""
     def __init__(self, cin, cout, k=0):
         super().__init__()
         self.weight = nn.Parameter(torch.empty((cout, cin, k, k) if k else (cout, cin)))
@@ -70,7 +68,7 @@ class MPConv(nn.Module):
 
 
 class Block(nn.Module):
-    """Residual block (B, cin, H, W) -> (B, cout, H', W') with the embedding (B, emb) and optional attention.
+    """Residual block (B, cin, H, W), embedding (B, emb) -> (B, cout, H', W'), with optional attention.
     up, down: sampling by 2 comes first; encoder: the channels of a pixel are normalized; heads: 0 = none."""
     def __init__(self, cin, cout, emb, encoder, dropout, heads=0, up=False, down=False):
         super().__init__()
@@ -117,9 +115,8 @@ class UNet(Skeleton):
             drop = dropout if res <= (dropout_res or res) else 0.0
             return Block(cin, cout, emb, encoder, drop, cout // head_dim if attn else 0, **way)
 
-        first = MPConv(x_shape[0] + 1, c, 3)
-        self.out_conv = MPConv(self.build(x_shape, first, width, mult, blocks, attn, block, c), x_shape[0], 3)
-        self.out_gain = nn.Parameter(torch.empty(1))
+        c = self.build(x_shape, MPConv(x_shape[0] + 1, c, 3), width, mult, blocks, attn, block, c)
+        self.out_conv, self.out_gain = MPConv(c, x_shape[0], 3), nn.Parameter(torch.empty(1))
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -138,7 +135,7 @@ class UNet(Skeleton):
             e = mp_sum(e, self.emb_noise_r(self.emb_fourier_r(c_noise[1])), self.emb_gain_r)
         if self.label_dim:
             e = mp_sum(e, self.emb_label(label.to(e.dtype) * math.sqrt(self.label_dim)), 0.5)
-        x = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+        x = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)                        # in place of biases
         x, features = self.walk(x, F.silu(e) / SILU, taps, stop)
         return x if x is None else self.out_conv(x, self.out_gain), features
 
@@ -168,7 +165,6 @@ class EDM2(Preconditioned):
     @torch.no_grad()
     def post_step(self):
         """Forced weight normalization: unit RMS in each row of every weight, in place. A shard holds rows."""
-        for module in self.modules():
-            if isinstance(module, MPConv):
-                w = getattr(module.weight, "to_local", lambda w=module.weight: w)()
-                w.copy_(normalize(w))
+        for weight in (m.weight for m in self.modules() if isinstance(m, MPConv)):
+            w = weight.to_local() if hasattr(weight, "to_local") else weight
+            w.copy_(normalize(w))

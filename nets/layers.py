@@ -35,6 +35,11 @@ class Net(nn.Module):
     def n_taps(self):
         return len(self.taps_at)
 
+    @property
+    def head_kind(self):
+        """The kind of discriminator head: a transformer's features are all of one size, a U-Net's shrink."""
+        return "image_dit" if len({shape[1:] for shape in self.taps_at}) == 1 else "unet"
+
     def tap_shapes(self, taps):
         """Shapes (C, H, W) at x_shape of the features that a call with these taps returns, ascending."""
         if bad := [k for k in taps if k not in range(self.n_taps)]:

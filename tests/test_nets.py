@@ -11,6 +11,7 @@ import torch
 import common
 import fill
 from common import make_net
+from nets.discriminators import ImageDiTHead, UNetHead, make_head
 from run import differing, refused
 
 NETS, f64 = Path(common.__file__).parent / "nets", torch.float64
@@ -234,6 +235,18 @@ def test_jvp_equals_the_central_difference(case):
     assert (derivative - difference).norm() < 1e-6 * difference.norm() and difference.norm() > 0.1
     loss = (out - derivative.detach()).square().mean()              # as MeanFlow and sCM take it
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss, list(net.parameters())))
+
+def test_a_discriminator_of_the_nets_kind_takes_its_features_and_gives_all_of_them_a_gradient(case):
+    net = build(case)
+    shapes, taps = net.tap_shapes(range(net.n_taps)), tuple(range(net.n_taps))
+    if len(net.x_shape) != 3:
+        pytest.skip("no heads for video yet")
+    head, features = make_head(net, taps), [torch.randn(2, *shape, requires_grad=True) for shape in shapes]
+    transformer = case.spec.split(":")[0] in ("dit", "flux", "qwen_image")
+    assert type(head) is (ImageDiTHead if transformer else UNetHead) and head.shapes == shapes
+    logits = head(features)
+    assert logits.shape == (2, len(taps))
+    assert all((g != 0).float().mean() > 0.9 for g in torch.autograd.grad(logits.sum(), features))
 
 # ---- arguments
 def test_arguments_are_never_mutated_and_what_cannot_be_used_is_refused(case):
