@@ -14,7 +14,7 @@
 import torch
 
 import common
-from nets.discriminators import UNetHead
+from nets.discriminators import make_head
 
 config = dict(
     recipes="dmd2", teacher="assets/digits.pth",
@@ -69,7 +69,7 @@ def build(cfg):
     for part in "", "dm_":
         common.check_noise(student, cfg["fake_pred"], cfg["fake_weight"], **times(cfg, part))
     if cfg["gan_weight"]:
-        nets["discriminator"] = UNetHead(teacher.tap_shapes(taps(teacher, cfg)))
+        nets["discriminator"] = make_head(teacher, taps(teacher, cfg))
     return nets
 
 

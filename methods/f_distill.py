@@ -18,7 +18,7 @@ rkl is DMD2. Means are over the ranks of a micro-step. FastGen: bins equal in t 
 import torch
 
 import common
-from nets.discriminators import DensityRatio, UNetHead
+from nets.discriminators import DensityRatio, make_head
 
 config = dict(
     recipes="f_distill", teacher="assets/digits.pth",
@@ -72,7 +72,7 @@ def build(cfg):
         common.known(f"--{key}", cfg[key], choices)
     for part in "", "dm_":
         common.check_noise(student, cfg["fake_pred"], cfg["fake_weight"], **times(cfg, part))
-    nets["discriminator"] = UNetHead(teacher.tap_shapes(taps(teacher, cfg)))
+    nets["discriminator"] = make_head(teacher, taps(teacher, cfg))
     return nets | (dict(ratio=DensityRatio(cfg["ratio_bins"], cfg["ratio_ema"])) if cfg["ratio_bins"] else {})
 
 

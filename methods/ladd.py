@@ -15,7 +15,7 @@ high noise judges the whole, low noise the details.
 import torch
 
 import common
-from nets.discriminators import UNetHead
+from nets.discriminators import make_head
 
 config = dict(
     recipes="ladd", teacher="assets/digits.pth",
@@ -53,7 +53,7 @@ def build(cfg):
         common.known(f"--{key}", cfg[key], choices)
     common.check_noise(student, **times(cfg))
     common.no_guidance(cfg["guidance"], "LADD")
-    nets["discriminator"] = UNetHead(teacher.tap_shapes(taps(teacher, cfg)))
+    nets["discriminator"] = make_head(teacher, taps(teacher, cfg))
     return nets
 
 

@@ -1,4 +1,4 @@
-"""Discriminator heads on a teacher's features. Layout and keys follow FastGen's discriminators."""
+"""Discriminator heads on a net's features. Layout and keys follow FastGen's discriminators."""
 import torch
 from torch import nn
 
@@ -15,20 +15,33 @@ def group_norm(channels):
     return nn.GroupNorm(max(g for g in range(1, most + 1) if channels % g == 0), channels)
 
 
-class UNetHead(nn.Module):
-    """One convolutional head per feature map (C, H, W) of a U-Net; C and size may differ from map to map.
-
-    A head halves the map down to 4x4, takes what is left to 1x1 in one convolution, and ends in one logit.
-    """
+class Heads(nn.Module):
+    """One head per feature map (C, H, W); a family makes each in `head(C, H, W)` and keeps them in `name`."""
     optional = ()
 
     def __init__(self, tap_shapes):
         super().__init__()
         self.shapes = [tuple(shape) for shape in tap_shapes]
-        self.discriminator_heads = nn.ModuleList(self.head(*shape) for shape in self.shapes)
+        setattr(self, self.name, nn.ModuleList(self.head(*shape) for shape in self.shapes))
         # wrap units for sharding; a small discriminator has none and is replicated
         big = sum(p.numel() for p in self.parameters()) >= 1e6
-        self.blocks = [f"discriminator_heads.{i}" for i in range(len(self.shapes))] if big else []
+        self.blocks = [f"{self.name}.{i}" for i in range(len(self.shapes))] if big else []
+
+    def forward(self, features):
+        """features: list of (B, C, H, W) in the order of tap_shapes -> logits (B, heads)."""
+        if [tuple(x.shape[1:]) for x in features] != self.shapes:
+            raise BadInput(f"features {[tuple(x.shape) for x in features]} do not fit a discriminator built "
+                           f"for {self.shapes}; build it with the net's tap_shapes(taps)")
+        pairs = zip(getattr(self, self.name), features)
+        return torch.cat([head(x.to(head[0].weight.dtype)).flatten(1) for head, x in pairs], dim=1)
+
+
+class UNetHead(Heads):
+    """For features of a U-Net; C and size may differ from map to map.
+
+    A head halves the map down to 4x4, takes what is left to 1x1 in one convolution, and ends in one logit.
+    """
+    name = "discriminator_heads"
 
     @staticmethod
     def head(c, h, w):
@@ -38,14 +51,21 @@ class UNetHead(nn.Module):
             h, w = h // 2, w // 2
         return nn.Sequential(*layers, nn.Conv2d(c, c, (h, w)), group_norm(c), nn.SiLU(), nn.Conv2d(c, 1, 1))
 
-    def forward(self, features):
-        """features: list of (B, C, H, W) in the order of tap_shapes -> logits (B, heads)."""
-        if [tuple(x.shape[1:]) for x in features] != self.shapes:
-            raise BadInput(f"features {[tuple(x.shape) for x in features]} do not fit a discriminator built "
-                           f"for {self.shapes}; build it with the net's tap_shapes(taps)")
-        dtype = self.discriminator_heads[0][-1].weight.dtype
-        logits = [head(x.to(dtype)).flatten(1) for head, x in zip(self.discriminator_heads, features)]
-        return torch.cat(logits, dim=1)
+
+class ImageDiTHead(Heads):
+    """For features of an image transformer: a head halves the map once; its logit is a mean over places."""
+    name = "cls_pred_heads"
+
+    @staticmethod
+    def head(c, h, w):
+        half = nn.Conv2d(c, c // 2, 4, stride=2, padding=1), group_norm(c // 2), nn.LeakyReLU(0.2)
+        return nn.Sequential(*half, nn.Conv2d(c // 2, 1, 1), nn.AdaptiveAvgPool2d(1))
+
+
+def make_head(net, taps):
+    """The discriminator for features of `net` at these taps, of the kind that suits the net."""
+    kinds = dict(unet=UNetHead, image_dit=ImageDiTHead)
+    return kinds[getattr(net, "head_kind", "unet")](net.tap_shapes(taps))
 
 
 class DensityRatio(nn.Module):

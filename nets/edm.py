@@ -107,6 +107,16 @@ class GroupNorm(nn.GroupNorm):
         return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
+def attend(qkv, heads, prepare=lambda x: x):
+    """Self-attention over (B, 3 C, H, W), channels (head, channel, q/k/v), -> (B, C, H, W), with an explicit
+    float32 softmax (fused kernels have no JVP); prepare acts on all three of (3, B, heads, C / heads, S)."""
+    q, k, v = prepare(rearrange(qkv, "b (n c three) h w -> three b n c (h w)", three=3, n=heads))
+    wide = torch.promote_types(torch.float32, q.dtype)
+    w = torch.einsum("bncq,bnck->bnqk", q.to(wide), k.to(wide) / math.sqrt(q.shape[2])).softmax(-1)
+    x = torch.einsum("bnqk,bnck->bncq", w.to(v.dtype), v)
+    return rearrange(x, "b n c (h w) -> b (n c) h w", h=qkv.shape[2])
+
+
 class Block(nn.Module):
     """Residual block (B, cin, H, W) -> (B, cout, H', W') with the embedding (B, emb) and optional attention.
 
@@ -141,15 +151,7 @@ class Block(nn.Module):
             h = F.silu(self.norm1(h + a))
         h = self.conv1(F.dropout(h, self.dropout, self.training))
         x = (h + (x if self.skip is None else self.skip(x))) * self.scale
-        return (x + self.proj(self.attend(self.qkv(self.norm2(x))))) * self.scale if self.heads else x
-
-    def attend(self, qkv):
-        """Explicit float32 softmax (fused kernels have no JVP); channels are (head, channel, q/k/v)."""
-        q, k, v = rearrange(qkv, "b (n c three) h w -> three b n c (h w)", three=3, n=self.heads)
-        wide = torch.promote_types(torch.float32, q.dtype)
-        w = torch.einsum("bncq,bnck->bnqk", q.to(wide), k.to(wide) / math.sqrt(q.shape[2])).softmax(-1)
-        x = torch.einsum("bnqk,bnck->bncq", w.to(v.dtype), v)
-        return rearrange(x, "b n c (h w) -> b (n c) h w", h=qkv.shape[2])
+        return (x + self.proj(attend(self.qkv(self.norm2(x)), self.heads))) * self.scale if self.heads else x
 
 
 class TimeEmbedding(nn.Module):
@@ -174,7 +176,69 @@ class TimeEmbedding(nn.Module):
         return torch.cat([x.cos(), x.sin()], dim=1)
 
 
-class UNet(nn.Module):
+class Skeleton(nn.Module):
+    """Encoder and decoder of a U-Net under the names of the public files, and the walk through them."""
+
+    def build(self, x_shape, first, width, mult, blocks, attn, block, c, aux=None, last_attn=False):
+        """first: from the input to c channels; block(encoder, cin, cout, res, attn=, up=, down=) makes one,
+        aux(cin, cout) one of NCSN++'s skip path; last_attn: attention in the last block of a decoder's level.
+        """
+        (channels, size, _), skips = x_shape, []
+        self.enc, self.dec, self.taps_at, self.tap_of = nn.ModuleDict(), nn.ModuleDict(), [], {}
+        for level, m in enumerate(mult):
+            res = size >> level
+            if level == 0:
+                self.enc[f"{res}x{res}_conv"] = first
+            else:
+                self.enc[f"{res}x{res}_down"] = block(True, c, c, res, down=True)
+                if aux:
+                    self.enc[f"{res}x{res}_aux_residual"] = aux(channels, c)
+                    channels = c
+            skips.append(c)
+            for i in range(blocks):
+                self.enc[f"{res}x{res}_block{i}"] = block(True, c, width * m, res, attn=res in attn)
+                c = width * m
+                skips.append(c)
+            self.taps_at.append((c, res, res))
+            self.tap_of[f"{res}x{res}_block{blocks - 1}"] = level
+        for level, m in reversed(list(enumerate(mult))):
+            res = size >> level
+            if level == len(mult) - 1:
+                self.dec[f"{res}x{res}_in0"] = block(False, c, c, res, attn=True)
+                self.dec[f"{res}x{res}_in1"] = block(False, c, c, res)
+            else:
+                self.dec[f"{res}x{res}_up"] = block(False, c, c, res, up=True)
+            for i in range(blocks + 1):
+                here = res in attn and (not last_attn or i == blocks)
+                self.dec[f"{res}x{res}_block{i}"] = block(False, c + skips.pop(), width * m, res, attn=here)
+                c = width * m
+        return c
+
+    def join(self, x, skip):
+        return torch.cat([x, skip], dim=1)
+
+    def walk(self, x, emb, taps, stop):
+        """x (B, channels, H, W) and the embedding (B, emb) -> (B, c, H, W) or None if stopped, features."""
+        features, skips, aux = [], [], x
+        for key, block in self.enc.items():
+            if key.endswith("aux_residual"):
+                x = skips[-1] = aux = (x + block(aux)) * math.sqrt(0.5)
+                continue
+            x = block(x) if key.endswith("_conv") else block(x, emb)
+            skips.append(x)
+            if self.tap_of.get(key) in taps:
+                features.append(x)
+                if stop and len(features) == len(taps):
+                    return None, features
+        for key, block in self.dec.items():
+            if "_block" in key:
+                x = self.join(x, skips.pop())
+            if "_aux_" not in key:
+                x = block(x, emb)
+        return x, features
+
+
+class UNet(Skeleton):
     """F of the preconditioning: SongUNet, or DhariwalUNet with adm. Embedding, encoder, decoder.
 
     width: channels at mult 1; mult: one per level; blocks: per level of the encoder, one more in the decoder;
@@ -186,6 +250,7 @@ class UNet(nn.Module):
                  emb_mult=4, noise_mult=1, fourier=False, residual=False, resample=(1, 1), dropout=0.0):
         super().__init__()
         (channels, size, _), init, emb = x_shape, ADM if adm else SONG, width * emb_mult
+        c = width * mult[0] if adm else width
         self.adm, self.label_dim, self.noise = adm, label_dim, width * noise_mult
         total = self.noise * (2 if r else 1)
         self.map_noise = TimeEmbedding(self.noise, not adm, fourier)
@@ -200,36 +265,14 @@ class UNet(nn.Module):
         if logvar:
             self.logvar_linear = Linear(self.noise, 1, ("xavier", 0, 0))     # starts as the plain loss, u = 0
 
-        kw, down = dict(emb=emb, adm=adm, dropout=dropout), dict(down=True, resample=resample)
-        self.enc, self.dec, self.tap_shapes, self.tap_of = nn.ModuleDict(), nn.ModuleDict(), [], {}
-        c, aux, skips = (width * mult[0] if adm else width), channels, []
-        for level, m in enumerate(mult):
-            res = size >> level
-            if level == 0:
-                self.enc[f"{res}x{res}_conv"] = Conv(channels, c, 3, init)
-            else:
-                self.enc[f"{res}x{res}_down"] = Block(c, c, **down, **kw)
-                if residual:
-                    self.enc[f"{res}x{res}_aux_residual"] = Conv(aux, c, 3, init, fused=True, **down)
-                    aux = c
-            skips.append(c)
-            for i in range(blocks):
-                self.enc[f"{res}x{res}_block{i}"] = Block(c, width * m, attn=res in attn, **kw)
-                c = width * m
-                skips.append(c)
-            self.tap_shapes.append((c, res, res))
-            self.tap_of[f"{res}x{res}_block{blocks - 1}"] = level
-        for level, m in reversed(list(enumerate(mult))):
-            res = size >> level
-            if level == len(mult) - 1:
-                self.dec[f"{res}x{res}_in0"] = Block(c, c, attn=True, **kw)
-                self.dec[f"{res}x{res}_in1"] = Block(c, c, **kw)
-            else:
-                self.dec[f"{res}x{res}_up"] = Block(c, c, up=True, resample=resample, **kw)
-            for i in range(blocks + 1):
-                here = res in attn and (adm or i == blocks)
-                self.dec[f"{res}x{res}_block{i}"] = Block(c + skips.pop(), width * m, attn=here, **kw)
-                c = width * m
+        def block(encoder, cin, cout, res, attn=False, **way):
+            return Block(cin, cout, emb, adm, dropout, attn, resample=resample if way else (1, 1), **way)
+
+        def aux(cin, cout):
+            return Conv(cin, cout, 3, init, fused=True, down=True, resample=resample)
+
+        c = self.build(x_shape, Conv(channels, c, 3, init), width, mult, blocks, attn, block, c,
+                       aux if residual else None, last_attn=not adm)
         if adm:
             self.out_norm, self.out_conv = GroupNorm(c, 1e-5), Conv(c, channels, 3, ADM_ZERO)
         else:
@@ -250,54 +293,35 @@ class UNet(nn.Module):
         """x in the weights' type -> F (B, C, H, W) or None if stopped, features, log-variance or None."""
         times = [self.map_noise(c) for c in c_noise]         # of t, and of r where the net takes it
         u = self.logvar_linear(times[0].to(x.dtype))[:, 0].to(times[0].dtype) if logvar else None
-        emb, features, skips, aux = self.embed(times, label, augment, x.dtype), [], [], x
-        for key, block in self.enc.items():
-            if key.endswith("aux_residual"):
-                x = skips[-1] = aux = (x + block(aux)) * math.sqrt(0.5)
-                continue
-            x = block(x, emb) if isinstance(block, Block) else block(x)
-            skips.append(x)
-            if self.tap_of.get(key) in taps:
-                features.append(x)
-                if stop and len(features) == len(taps):
-                    return None, features, u
-        for key, block in self.dec.items():
-            if "_block" in key:
-                x = torch.cat([x, skips.pop()], dim=1)
-            if isinstance(block, Block):
-                x = block(x, emb)
+        x, features = self.walk(x, self.embed(times, label, augment, x.dtype), taps, stop)
+        if x is None:
+            return None, features, u
         norm, conv = (self.out_norm, self.out_conv) if self.adm else list(self.dec.values())[-2:]
         return conv(F.silu(norm(x))), features, u
 
 
-class EDM(nn.Module):
-    """x0 prediction of x_t = x0 + t eps. r: takes a second time; logvar: has the log-variance head."""
+class Preconditioned(nn.Module):
+    """x0 prediction D of x_t = x0 + t eps around a family's F.
+
+    A family sets blocks, optional, taps_at (the shapes (C, H, W) of its taps), `root` (a parameter in no
+    block, which knows the weights' type) and run(x, c_noise, label, augment, taps, stop, logvar) = UNet's.
+    """
     schedule, pred = "edm", "x0"
 
-    def __init__(self, x_shape, label_dim=0, augment_dim=0, sigma_data=0.5, r=False, logvar=False, **unet):
+    def __init__(self, x_shape, label_dim, sigma_data, r, logvar):
         super().__init__()
-        self.x_shape, self.sigma_data, self.label_dim, self.r = x_shape, sigma_data, label_dim, r
-        self.augment_dim = augment_dim
-        self.model = UNet(x_shape, label_dim, augment_dim, r=r, logvar=logvar, **unet)
-        self.n_taps = len(self.model.tap_shapes)
-        self.blocks = [name for name, m in self.named_modules() if isinstance(m, Block)]
-        self.optional = ("model.logvar_linear.",)
+        self.x_shape, self.label_dim, self.sigma_data = tuple(x_shape), label_dim, sigma_data
+        self.r, self.has_logvar = r, logvar
+
+    @property
+    def n_taps(self):
+        return len(self.taps_at)
 
     def tap_shapes(self, taps):
         """Shapes (C, H, W) of the features that a call with these taps returns, in ascending tap order."""
         if bad := [k for k in taps if k not in range(self.n_taps)]:
             raise BadInput(f"tap {bad[0]} does not exist in this net; its taps are 0 to {self.n_taps - 1}")
-        return [self.model.tap_shapes[k] for k in sorted(set(taps))]
-
-    def adapt(self, key, tensor):
-        """A source's tensor in this net's shape: zero weights for r, None for a part built off here."""
-        part, model = key.removeprefix("model.").split(".")[0], self.model
-        if part in ("map_augment", "logvar_linear") and not hasattr(model, part):
-            return None
-        dim = dict(map_layer0=1, map_augment=0, map_label=None if model.adm else 0).get(part)
-        if not self.r or dim is None or tensor.ndim <= dim or tensor.shape[dim] != model.noise:
-            return tensor
-        return torch.cat([tensor, torch.zeros_like(tensor)], dim=dim)
+        return [self.taps_at[k] for k in sorted(set(taps))]
 
     def forward(self, x_t, t, cond={}, r=None, taps=(), stop=False, logvar=False, skip=(), start=0,
                 cache=None, write=False):
@@ -310,10 +334,10 @@ class EDM(nn.Module):
         if (r is not None) != self.r:
             raise BadInput("this net was built with r=True and needs r in every call" if self.r else
                            "r was given to a net built without it; build the net with r=True")
-        if logvar and not hasattr(self.model, "logvar_linear"):
+        if logvar and not self.has_logvar:
             raise BadInput("logvar was asked of a net built without the head; build the net with logvar=True")
         self.tap_shapes(taps)
-        dtype, s = self.model.map_layer0.weight.dtype, self.sigma_data
+        dtype, s = self.get_parameter(self.root).dtype, self.sigma_data
         label = cond.get("label", torch.full_like(t, -1))
         wide, wide_t = (torch.promote_types(torch.float32, d) for d in (x_t.dtype, dtype))
         if self.label_dim and label.device.type == "cpu" and (label >= self.label_dim).any():
@@ -325,7 +349,32 @@ class EDM(nn.Module):
                                for c in (var.rsqrt(), s ** 2 / var, t * s * var.rsqrt()))
         c_noise = [(c.clamp(min=1e-6).log() / 4).to(wide_t) for c in (t, r) if c is not None]
         x_t, augment, taps = x_t.to(wide), cond.get("augment"), set(taps)
-        f, features, u = self.model((c_in * x_t).to(dtype), c_noise, label, augment, taps, stop, logvar)
+        f, features, u = self.run((c_in * x_t).to(dtype), c_noise, label, augment, taps, stop, logvar)
         out = {} if f is None else dict(out=c_skip * x_t + c_out * f.to(wide))
         out |= (dict(taps=features) if taps else {}) | (dict(logvar=u) if logvar else {})
         return out if taps or logvar else out["out"]
+
+
+class EDM(Preconditioned):
+    """r: takes a second time; logvar: has the log-variance head."""
+    root, optional = "model.map_layer0.weight", ("model.logvar_linear.",)
+
+    def __init__(self, x_shape, label_dim=0, augment_dim=0, sigma_data=0.5, r=False, logvar=False, **unet):
+        super().__init__(x_shape, label_dim, sigma_data, r, logvar)
+        self.augment_dim = augment_dim
+        self.model = UNet(x_shape, label_dim, augment_dim, r=r, logvar=logvar, **unet)
+        self.taps_at = self.model.taps_at
+        self.blocks = [name for name, m in self.named_modules() if isinstance(m, Block)]
+
+    def run(self, *args):
+        return self.model(*args)
+
+    def adapt(self, key, tensor):
+        """A source's tensor in this net's shape: zero weights for r, None for a part built off here."""
+        part, model = key.removeprefix("model.").split(".")[0], self.model
+        if part in ("map_augment", "logvar_linear") and not hasattr(model, part):
+            return None
+        dim = dict(map_layer0=1, map_augment=0, map_label=None if model.adm else 0).get(part)
+        if not self.r or dim is None or tensor.ndim <= dim or tensor.shape[dim] != model.noise:
+            return tensor
+        return torch.cat([tensor, torch.zeros_like(tensor)], dim=dim)

@@ -11,6 +11,7 @@ import torch
 import common
 import fill
 from common import make_net
+from nets.discriminators import ImageDiTHead, UNetHead, make_head
 from run import differing, refused
 
 NETS, f64 = Path(common.__file__).parent / "nets", torch.float64
@@ -26,13 +27,17 @@ TOY_CAN, EDM_CAN = {"label", "r", "logvar", "skip"}, {"label", "r", "logvar"}
 EDM = dict(x_shape=(3, 8, 8), label_dim=4, width=8, mult=(1, 2), blocks=2, attn=(4,))
 NCSNPP = dict(EDM, augment_dim=5, fourier=True, residual=True, resample=(1, 3, 3, 1), noise_mult=2)
 ADM = dict(EDM, width=64, mult=(1, 1), blocks=1, adm=True, emb_mult=1)
+DIT = dict(x_shape=(4, 8, 8), dim=32, depth=3, heads=4, label_dim=4)
+EDM2 = dict(EDM, width=16, head_dim=8)
 CASES = dict(
+    dit=Case("dit:dit_s2", DIT, EDM_CAN), sit=Case("dit:sit_s2", DIT | dict(r_kind="diff"), EDM_CAN),
     toy=Case("toy:tiny", dict(label_dim=4), TOY_CAN),
     toy_rf=Case("toy:tiny,schedule=rf,pred=flow", dict(label_dim=4, text_dim=3), TOY_CAN, dict(text=(5, 3))),
     toy_video=Case("toy:video", dict(label_dim=4), TOY_CAN | {"cache"}),
     edm=Case("edm:test", dict(augment_dim=5), EDM_CAN, dict(augment=(5,)), EDM),
     edm_ncsnpp=Case("edm:test_ncsnpp", {}, EDM_CAN, dict(augment=(5,)), NCSNPP),
-    edm_adm=Case("edm:test_adm", {}, EDM_CAN, {}, ADM))
+    edm_adm=Case("edm:test_adm", {}, EDM_CAN, {}, ADM),
+    edm2=Case("edm2:imagenet64_s", EDM2, EDM_CAN))
 
 @pytest.fixture(autouse=True)
 def tiny_sizes(monkeypatch):
@@ -230,6 +235,18 @@ def test_jvp_equals_the_central_difference(case):
     assert (derivative - difference).norm() < 1e-6 * difference.norm() and difference.norm() > 0.1
     loss = (out - derivative.detach()).square().mean()              # as MeanFlow and sCM take it
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss, list(net.parameters())))
+
+def test_a_discriminator_of_the_nets_kind_takes_its_features_and_gives_all_of_them_a_gradient(case):
+    net = build(case)
+    shapes, taps = net.tap_shapes(range(net.n_taps)), tuple(range(net.n_taps))
+    if len(net.x_shape) != 3:
+        pytest.skip("no heads for video yet")
+    head, features = make_head(net, taps), [torch.randn(2, *shape, requires_grad=True) for shape in shapes]
+    transformer = case.spec.split(":")[0] in ("dit", "flux", "qwen_image")
+    assert type(head) is (ImageDiTHead if transformer else UNetHead) and head.shapes == shapes
+    logits = head(features)
+    assert logits.shape == (2, len(taps))
+    assert all((g != 0).float().mean() > 0.9 for g in torch.autograd.grad(logits.sum(), features))
 
 # ---- arguments
 def test_arguments_are_never_mutated_and_what_cannot_be_used_is_refused(case):

@@ -1,0 +1,153 @@
+"""DiT (Peebles 2022, arXiv 2212.09748) and SiT (Ma 2024, arXiv 2401.08740): class-conditional, on latents.
+
+State-dict keys are those of the public files (DiT-XL-2-256x256.pt, SiT-XL-2-256x256.pt), which load as they
+are. DiT predicts eps at 1000 t (its learned variance is dropped). SiT counts time from noise, t_sit = 1 - t,
+and predicts x0 - eps; here as everywhere t = 0 is data, and both t and r are turned. Additions: a second
+time r, "abs" as it is or "diff" as t - r (MeanFlow), a log-variance head, taps: outputs of the blocks.
+"""
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import nn
+
+from common import BadInput
+from nets.layers import Linear, Net, Zero, attention, modulate, sin_emb
+
+shapes = dict(s=(12, 384, 6), b=(12, 768, 12), l=(24, 1024, 16), xl=(28, 1152, 16))         # depth, D, heads
+dit = dict(x_shape=(4, 32, 32), label_dim=1000, schedule="dit", pred="eps", scale=1000.0, learn_sigma=True)
+sit = dit | dict(schedule="rf", pred="flow", scale=1.0, reverse=True)
+sizes = {f"{kind}_{name}2": base | dict(depth=depth, dim=dim, heads=heads)
+         for kind, base in (("dit", dit), ("sit", sit)) for name, (depth, dim, heads) in shapes.items()}
+
+
+def make(size, /, **options):
+    """Net of a named size (dit_xl2, sit_b2, ...); options (those of `DiT`) override its entry."""
+    return DiT(**sizes[size] | {k: v for k, v in options.items() if v is not None})
+
+
+class Patches(nn.Module):
+    def __init__(self, channels, dim, patch):
+        super().__init__()
+        self.proj = nn.Conv2d(channels, dim, patch, stride=patch)
+
+
+class TimeMLP(nn.Module):
+    """Embeds a time that is already scaled: (B,) -> (B, dim)."""
+    def __init__(self, dim, last=Linear):
+        super().__init__()
+        self.mlp = nn.Sequential(Linear(256, dim), nn.SiLU(), last(dim, dim))
+
+    def forward(self, t):
+        return self.mlp(sin_emb(t, 256, self.mlp[0].weight.dtype))
+
+
+class LabelTable(nn.Module):
+    """One row per class, the last for none."""
+    def __init__(self, rows, dim):
+        super().__init__()
+        self.embedding_table = nn.Embedding(rows, dim)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads, self.qkv, self.proj = heads, Linear(dim, 3 * dim), Linear(dim, dim)
+
+    def forward(self, x):
+        q, k, v = rearrange(self.qkv(x), "b s (three n d) -> three b n s d", three=3, n=self.heads)
+        return self.proj(rearrange(attention(q, k, v), "b n s d -> b s (n d)"))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim, hidden, dropout):
+        super().__init__()
+        self.fc1, self.fc2, self.dropout = Linear(dim, hidden), Linear(hidden, dim), dropout
+
+    def forward(self, x):
+        return self.fc2(F.dropout(F.gelu(self.fc1(x), approximate="tanh"), self.dropout, self.training))
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads, dropout):
+        super().__init__()
+        self.attn, self.mlp = Attention(dim, heads), MLP(dim, 4 * dim, dropout)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), Zero(dim, 6 * dim))
+
+    def forward(self, x, c):
+        """x (B, S, D), c (B, D) -> (B, S, D)."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate1[:, None] * self.attn(modulate(x, shift1, scale1))
+        return x + gate2[:, None] * self.mlp(modulate(x, shift2, scale2))
+
+
+class Final(nn.Module):
+    def __init__(self, dim, out):
+        super().__init__()
+        self.linear, self.adaLN_modulation = Zero(dim, out), nn.Sequential(nn.SiLU(), Zero(dim, 2 * dim))
+
+    def forward(self, x, c):
+        return self.linear(modulate(x, *self.adaLN_modulation(c).chunk(2, dim=1)))
+
+
+class DiT(Net):
+    """scale: of t in its embedding; reverse: SiT's time and sign; r_kind: "abs" or "diff" (t - r);
+    learn_sigma: twice the channels come out, the second half is not used."""
+    layouts = dict(      # of sources: substitutions from this file's keys to theirs
+        public=(("^layers", "blocks"),),
+        fastgen=(("^layers", "blocks"), ("_embedder.mlp", "_embedder.proj_net"), ("embedding_table",
+                 "class_embeddings"), (r"\.attn\.", ".attention."), (r"\.mlp\.fc", ".feed_forward.fc"),
+                 ("final_layer.linear", "final_layer.projection"), ("final_layer.adaLN_modulation",
+                 "final_layer.adaptive_params"), ("adaLN_modulation", "conditioning_net")))
+
+    def __init__(self, x_shape, depth, dim, heads, patch=2, label_dim=0, schedule="dit", pred="eps",
+                 scale=1000.0, reverse=False, learn_sigma=False, r=False, r_kind="abs", logvar=False,
+                 dropout=0.0):
+        super().__init__()
+        if dim % (4 * heads) or x_shape[1] % patch or r_kind not in ("abs", "diff"):
+            raise BadInput(f"dit: dim {dim} must be a multiple of 4 x heads = {4 * heads}, the size "
+                           f"{x_shape[1]} of patch {patch}, r_kind {r_kind!r} abs or diff")
+        self.x_shape, self.schedule, self.pred, self.label_dim = tuple(x_shape), schedule, pred, label_dim
+        self.patch, self.dim, self.scale, self.reverse, self.r_kind = patch, dim, scale, reverse, r_kind
+        self.grid = x_shape[1] // patch, x_shape[2] // patch
+        self.blocks, self.taps_at = [f"layers.{i}" for i in range(depth)], [(dim, *self.grid)] * depth
+
+        self.x_embedder = Patches(x_shape[0], dim, patch)
+        self.register_buffer("pos_embed", torch.empty(1, self.grid[0] * self.grid[1], dim))
+        self.t_embedder, self.y_embedder = TimeMLP(dim), LabelTable(label_dim + 1, dim)
+        if r:
+            self.r_embedder = TimeMLP(dim, Zero)
+        if logvar:
+            self.logvar_linear = Zero(dim, 1)
+        self.layers = nn.ModuleList(Block(dim, heads, dropout) for _ in range(depth))
+        self.final_layer = Final(dim, patch ** 2 * x_shape[0] * (2 if learn_sigma else 1))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """The fixed table of positions: column in the first half, row in the second, each [sin, cos]."""
+        steps = [torch.arange(n, dtype=torch.float64, device="cpu") for n in self.grid]
+        rows, columns = torch.meshgrid(*steps, indexing="ij")
+        f = 1e4 ** -(torch.arange(self.dim // 4, dtype=torch.float64, device="cpu") / (self.dim // 4))
+        angles = [p.reshape(-1, 1) * f for p in (columns, rows)]
+        self.pos_embed.copy_(torch.cat([half for a in angles for half in (a.sin(), a.cos())], dim=1)[None])
+
+    @property
+    def dtype(self):
+        return self.final_layer.linear.weight.dtype
+
+    def run(self, x, times, cond, tap):
+        """cond: label (B,) int64, -1 = none."""
+        if x.shape[2:] != self.x_shape[1:]:
+            raise BadInput(f"dit: its positions are those of {self.x_shape}, not of {tuple(x.shape[1:])}")
+        h = rearrange(self.x_embedder.proj(x), "b d h w -> b (h w) d") + self.pos_embed
+        at = [(1 - t if self.reverse else t) * self.scale for t in times]
+        e = self.t_embedder(at[0])                                                              # (B, D)
+        c = e + self.y_embedder.embedding_table(self.labels(cond, times[0]))
+        if len(at) > 1:
+            c = c + self.r_embedder(at[1] if self.r_kind == "abs" else (at[0] - at[1]))
+        for i, layer in enumerate(self.layers):
+            h = layer(h, c)
+            if tap(i, rearrange(h, "b (h w) d -> b d h w", h=self.grid[0])):
+                return None, e
+        out = rearrange(self.final_layer(h, c), "b (h w) (p q c) -> b c (h p) (w q)", h=self.grid[0],
+                        p=self.patch, q=self.patch)[:, :self.x_shape[0]]
+        return -out if self.reverse else out, e
