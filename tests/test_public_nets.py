@@ -1,4 +1,6 @@
 """Networks of public models against golden outputs of the reference, through their key maps."""
+import collections
+import json
 import re
 
 import pytest
@@ -6,6 +8,8 @@ import torch
 
 import golden_recipe
 from common import make_net
+from nets import sd
+from run import refused
 
 def near(a, b, tolerance=2e-5):
     return a.shape == b.shape and (a - b).abs().max() <= tolerance
@@ -44,3 +48,98 @@ def test_dit_and_sit_equal_the_reference(name, size, options, time, sign):
             assert key not in want or near(tap.flatten(2).mT, want[key])
     assert "logvar" not in want or near(got["logvar"][:, None], want["logvar"])
     assert "pos_embed" not in want or near(net.pos_embed, want["pos_embed"], 1e-6)
+
+def patterns(shapes):
+    """How many tensors of a shape there are under a key, whatever its numbers; from (key, shape, count)."""
+    return sum((collections.Counter({(re.sub(r"\.(\d+|{i})(?=\.)", ".#", key), tuple(shape)): n})
+                for key, shape, n in shapes), collections.Counter())
+
+# ---- Stable Diffusion 1.5 and XL
+SD = dict(x_shape=(4, 8, 8), width=32, mult=(1, 2, 2), text_dim=24, groups=8)
+SDS = dict(sd15=SD | dict(depths=(1, 1, 0), heads=(4, 4, 4)),
+           sdxl=SD | dict(depths=(0, 2, 3), heads=(2, 4, 8), pooled_dim=16, id_dim=8))
+
+def unet(size, mult=(1, 2, 2), **kw):
+    """diffusers' class with random weights, ours with the same, and what both pipelines share."""
+    diffusers, net = pytest.importorskip("diffusers"), make_net(f"sd:{size}", **SDS[size] | dict(mult=mult))
+    attend, own = ("DownBlock2D", "CrossAttnDownBlock2D"), SDS[size]
+    down = [attend[depth > 0] for depth in own["depths"]]
+    kind = dict(use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8,
+                projection_class_embeddings_input_dim=64,
+                transformer_layers_per_block=[max(1, depth) for depth in own["depths"]])
+    torch.manual_seed(0)
+    reference = diffusers.UNet2DConditionModel(
+        sample_size=128, block_out_channels=[32 * m for m in mult], down_block_types=down,
+        up_block_types=[name.replace("Down", "Up") for name in down[::-1]], cross_attention_dim=24,
+        attention_head_dim=own["heads"], norm_num_groups=8, **kind if size == "sdxl" else {}, **kw)
+    net.load_state_dict(reference.state_dict())
+    return diffusers, reference.eval(), net.eval()
+
+@pytest.mark.parametrize("name", ["sd15", "sd15_mask", "sdxl"])
+def test_sd_equals_the_reference(name):
+    info, want, weights = golden_recipe.load(name)
+    net, inputs = load(make_net(f"sd:{name[:4]}", **SDS[name[:4]]), weights), info["inputs"]
+    shapes = dict(x=(2, 4, 8, 8), context=(2, 7, 24), pooled=(2, 16))
+    x, text, pooled = (golden_recipe.tensor(key, shape) for key, shape in shapes.items())
+    cond = dict(text=text, pooled=pooled)
+    if "mask" in name:
+        cond["text_mask"] = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    if "time_ids" in inputs:
+        cond["time_ids"] = torch.tensor(inputs["time_ids"])
+    got = net(x, torch.tensor(inputs["t"]).double() / 1000, cond, taps=range(4))
+    got |= dict(zip(("feat_down0", "feat_down1", "feat_down2", "feat_mid"), got["taps"]))
+    assert all(near(got[key], value) for key, value in want.items())
+
+@pytest.mark.parametrize("size, mult, shape", [("sd15", (1, 3, 2), (12, 20)), ("sdxl", (1, 3, 4), (7, 13))])
+def test_sd_equals_diffusers_at_another_size_and_each_condition_counts(size, mult, shape):
+    _, reference, net = unet(size, mult)
+    x, t = torch.randn(3, 4, *shape), torch.tensor([0.0, 500.5, 999.0])
+    cond = dict(text=torch.randn(3, 9, 24), text_mask=(torch.rand(3, 9) < 0.6).long())
+    cond |= dict(pooled=torch.randn(3, 16), time_ids=torch.randint(2000, (3, 6))) if size == "sdxl" else {}
+    added = dict(text_embeds=cond.get("pooled"), time_ids=cond.get("time_ids"))
+    with torch.no_grad():
+        want = reference(x, t, cond["text"], encoder_attention_mask=cond["text_mask"],
+                         added_cond_kwargs=added)
+        out = net(x, t.double() / 1000, cond)
+        assert near(out, want.sample)
+        for key in cond:
+            less = {k: v for k, v in cond.items() if k != key}
+            if key in ("text", "pooled"):
+                refused(net, x, t / 1000, less, says=[key])
+                less[key] = cond[key] + 1
+            assert not near(net(x, t.double() / 1000, less), out, 1e-3)
+
+@pytest.mark.parametrize("size", SDS)
+def test_sd_has_the_public_keys_at_full_size(size):
+    want = json.loads((golden_recipe.folder / "full_size_keys.json").read_text())[size]
+    with torch.device("meta"):
+        state = make_net(f"sd:{size}").state_dict()
+    assert patterns((k, v.shape, 1) for k, v in state.items()) == patterns(want["keys"])
+    assert (sum(v.numel() for v in state.values()), len(state)) == (want["params"], want["tensors"])
+
+@pytest.mark.parametrize("size, pred, steps, guidance", [
+    ("sd15", "eps", 1, 1.0), ("sd15", "eps", 3, 1.0), ("sd15", "eps", 7, 5.0), ("sd15", "v", 6, 3.0),
+    ("sdxl", "eps", 3, 1.0), ("sdxl", "eps", 7, 5.0), ("sdxl", "v", 6, 3.0)])
+def test_sd_teacher_samples_as_the_public_pipeline(size, pred, steps, guidance):
+    diffusers, reference, net = unet(size)
+    config = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
+                  timestep_spacing="leading", prediction_type={"eps": "epsilon", "v": "v_prediction"}[pred])
+    z, net.pred = torch.randn(2, 4, 8, 8), pred
+    cond, uncond = (dict(text=torch.randn(2, 7, 24), pooled=torch.randn(2, 16)) for _ in range(2))
+    kw = dict(prompt_embeds=cond["text"], negative_prompt_embeds=uncond["text"], latents=z.clone(),
+              num_inference_steps=steps, guidance_scale=guidance, output_type="latent")
+    no = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
+    if size == "sd15":
+        scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **config)
+        pipeline = diffusers.StableDiffusionPipeline(
+            **no, unet=reference, scheduler=scheduler, safety_checker=None, feature_extractor=None,
+            requires_safety_checker=False)
+    else:
+        pipeline = diffusers.StableDiffusionXLPipeline(
+            **no, text_encoder_2=None, tokenizer_2=None, unet=reference,
+            scheduler=diffusers.EulerDiscreteScheduler(**config))
+        kw |= dict(pooled_prompt_embeds=cond["pooled"], negative_pooled_prompt_embeds=uncond["pooled"])
+    pipeline.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        got = sd.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance)
+    assert near(got, pipeline(**kw).images, 1e-4)
