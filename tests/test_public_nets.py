@@ -50,19 +50,21 @@ def test_dit_and_sit_equal_the_reference(name, size, options, time, sign):
     assert "pos_embed" not in want or near(net.pos_embed, want["pos_embed"], 1e-6)
 
 def patterns(shapes):
-    """How many tensors of a shape there are under a key, whatever its numbers; from (key, shape, count)."""
-    return sum((collections.Counter({(re.sub(r"\.(\d+|{i})(?=\.)", ".#", key), tuple(shape)): n})
-                for key, shape, n in shapes), collections.Counter())
+    """{(key without its numbers, shape): how many} of triples (key, shape, how many)."""
+    counts = collections.Counter()
+    for key, shape, n in shapes:
+        counts[re.sub(r"\.(\d+|{i})(?=\.)", ".#", key), tuple(shape)] += n
+    return counts
 
 # ---- Stable Diffusion 1.5 and XL
 SD = dict(x_shape=(4, 8, 8), width=32, mult=(1, 2, 2), text_dim=24, groups=8)
 SDS = dict(sd15=SD | dict(depths=(1, 1, 0), heads=(4, 4, 4)),
            sdxl=SD | dict(depths=(0, 2, 3), heads=(2, 4, 8), pooled_dim=16, id_dim=8))
 
-def unet(size, mult=(1, 2, 2), **kw):
-    """diffusers' class with random weights, ours with the same, and what both pipelines share."""
-    diffusers, net = pytest.importorskip("diffusers"), make_net(f"sd:{size}", **SDS[size] | dict(mult=mult))
-    attend, own = ("DownBlock2D", "CrossAttnDownBlock2D"), SDS[size]
+def unet(size, mult=(1, 2, 2), **options):
+    """The module diffusers, its net with random weights, ours with the same."""
+    diffusers, own = pytest.importorskip("diffusers"), SDS[size] | dict(mult=mult) | options
+    net, attend = make_net(f"sd:{size}", **own), ("DownBlock2D", "CrossAttnDownBlock2D")
     down = [attend[depth > 0] for depth in own["depths"]]
     kind = dict(use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8,
                 projection_class_embeddings_input_dim=64,
@@ -71,7 +73,7 @@ def unet(size, mult=(1, 2, 2), **kw):
     reference = diffusers.UNet2DConditionModel(
         sample_size=128, block_out_channels=[32 * m for m in mult], down_block_types=down,
         up_block_types=[name.replace("Down", "Up") for name in down[::-1]], cross_attention_dim=24,
-        attention_head_dim=own["heads"], norm_num_groups=8, **kind if size == "sdxl" else {}, **kw)
+        attention_head_dim=own["heads"], norm_num_groups=8, **kind if size == "sdxl" else {})
     net.load_state_dict(reference.state_dict())
     return diffusers, reference.eval(), net.eval()
 
@@ -121,10 +123,10 @@ def test_sd_has_the_public_keys_at_full_size(size):
     ("sd15", "eps", 1, 1.0), ("sd15", "eps", 3, 1.0), ("sd15", "eps", 7, 5.0), ("sd15", "v", 6, 3.0),
     ("sdxl", "eps", 3, 1.0), ("sdxl", "eps", 7, 5.0), ("sdxl", "v", 6, 3.0)])
 def test_sd_teacher_samples_as_the_public_pipeline(size, pred, steps, guidance):
-    diffusers, reference, net = unet(size)
+    diffusers, reference, net = unet(size, pred=pred)
     config = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
                   timestep_spacing="leading", prediction_type={"eps": "epsilon", "v": "v_prediction"}[pred])
-    z, net.pred = torch.randn(2, 4, 8, 8), pred
+    z = torch.randn(2, 4, 8, 8)
     cond, uncond = (dict(text=torch.randn(2, 7, 24), pooled=torch.randn(2, 16)) for _ in range(2))
     kw = dict(prompt_embeds=cond["text"], negative_prompt_embeds=uncond["text"], latents=z.clone(),
               num_inference_steps=steps, guidance_scale=guidance, output_type="latent")
