@@ -63,17 +63,11 @@ SDS = dict(sd15=SD | dict(depths=(1, 1, 0), heads=(4, 4, 4)),
 
 def unet(size, mult=(1, 2, 2), **options):
     """The module diffusers, its net with random weights, ours with the same."""
-    diffusers, own = pytest.importorskip("diffusers"), SDS[size] | dict(mult=mult) | options
-    net, attend = make_net(f"sd:{size}", **own), ("DownBlock2D", "CrossAttnDownBlock2D")
-    down = [attend[depth > 0] for depth in own["depths"]]
-    kind = dict(use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8,
-                projection_class_embeddings_input_dim=64,
-                transformer_layers_per_block=[max(1, depth) for depth in own["depths"]])
+    diffusers, config = pytest.importorskip("diffusers"), golden_recipe.load(size)[0]["config"]
     torch.manual_seed(0)
     reference = diffusers.UNet2DConditionModel(
-        sample_size=128, block_out_channels=[32 * m for m in mult], down_block_types=down,
-        up_block_types=[name.replace("Down", "Up") for name in down[::-1]], cross_attention_dim=24,
-        attention_head_dim=own["heads"], norm_num_groups=8, **kind if size == "sdxl" else {})
+        **config | dict(block_out_channels=[32 * m for m in mult], sample_size=128))
+    net = make_net(f"sd:{size}", **SDS[size] | dict(mult=mult) | options)
     net.load_state_dict(reference.state_dict())
     return diffusers, reference.eval(), net.eval()
 
@@ -82,7 +76,7 @@ def test_sd_equals_the_reference(name):
     info, want, weights = golden_recipe.load(name)
     net, inputs = load(make_net(f"sd:{name[:4]}", **SDS[name[:4]]), weights), info["inputs"]
     shapes = dict(x=(2, 4, 8, 8), context=(2, 7, 24), pooled=(2, 16))
-    x, text, pooled = (golden_recipe.tensor(key, shape) for key, shape in shapes.items())
+    x, text, pooled = map(golden_recipe.tensor, shapes, shapes.values())
     cond = dict(text=text, pooled=pooled)
     if "mask" in name:
         cond["text_mask"] = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
@@ -93,23 +87,25 @@ def test_sd_equals_the_reference(name):
     assert all(near(got[key], value) for key, value in want.items())
 
 @pytest.mark.parametrize("size, mult, shape", [("sd15", (1, 3, 2), (12, 20)), ("sdxl", (1, 3, 4), (7, 13))])
+@torch.no_grad()
 def test_sd_equals_diffusers_at_another_size_and_each_condition_counts(size, mult, shape):
     _, reference, net = unet(size, mult)
-    x, t = torch.randn(3, 4, *shape), torch.tensor([0.0, 500.5, 999.0])
+    x, t = torch.randn(3, 4, *shape), torch.tensor([0.0, 0.5005, 0.999]).double()
     cond = dict(text=torch.randn(3, 9, 24), text_mask=(torch.rand(3, 9) < 0.6).long())
     cond |= dict(pooled=torch.randn(3, 16), time_ids=torch.randint(2000, (3, 6))) if size == "sdxl" else {}
     added = dict(text_embeds=cond.get("pooled"), time_ids=cond.get("time_ids"))
-    with torch.no_grad():
-        want = reference(x, t, cond["text"], encoder_attention_mask=cond["text_mask"],
-                         added_cond_kwargs=added)
-        out = net(x, t.double() / 1000, cond)
-        assert near(out, want.sample)
-        for key in cond:
-            less = {k: v for k, v in cond.items() if k != key}
-            if key in ("text", "pooled"):
-                refused(net, x, t / 1000, less, says=[key])
-                less[key] = cond[key] + 1
-            assert not near(net(x, t.double() / 1000, less), out, 1e-3)
+    out = net(x, t, cond)
+    assert near(out, reference(x, 1000 * t, cond["text"], encoder_attention_mask=cond["text_mask"],
+                               added_cond_kwargs=added).sample)
+    for key in cond:
+        less = {k: v for k, v in cond.items() if k != key}
+        if key in ("text", "pooled"):
+            refused(net, x, t, less, says=[key])
+            less[key] = cond[key] + 1
+        assert not near(net(x, t, less), out, 1e-3)
+    if size == "sdxl":                                  # which no bfloat16 tells apart
+        sizes = [cond | dict(time_ids=torch.full((3, 6), pixels)) for pixels in (1023.0, 1024.0)]
+        assert not torch.equal(*(net.bfloat16()(x, t, c) for c in sizes))
 
 @pytest.mark.parametrize("size", SDS)
 def test_sd_has_the_public_keys_at_full_size(size):
@@ -122,26 +118,23 @@ def test_sd_has_the_public_keys_at_full_size(size):
 @pytest.mark.parametrize("size, pred, steps, guidance", [
     ("sd15", "eps", 1, 1.0), ("sd15", "eps", 3, 1.0), ("sd15", "eps", 7, 5.0), ("sd15", "v", 6, 3.0),
     ("sdxl", "eps", 3, 1.0), ("sdxl", "eps", 7, 5.0), ("sdxl", "v", 6, 3.0)])
+@torch.no_grad()
 def test_sd_teacher_samples_as_the_public_pipeline(size, pred, steps, guidance):
     diffusers, reference, net = unet(size, pred=pred)
-    config = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
-                  timestep_spacing="leading", prediction_type={"eps": "epsilon", "v": "v_prediction"}[pred])
-    z = torch.randn(2, 4, 8, 8)
-    cond, uncond = (dict(text=torch.randn(2, 7, 24), pooled=torch.randn(2, 16)) for _ in range(2))
-    kw = dict(prompt_embeds=cond["text"], negative_prompt_embeds=uncond["text"], latents=z.clone(),
-              num_inference_steps=steps, guidance_scale=guidance, output_type="latent")
-    no = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
+    betas = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
+                 timestep_spacing="leading", prediction_type=dict(eps="epsilon", v="v_prediction")[pred])
+    draw = lambda: dict(prompt_embeds=torch.randn(2, 7, 24), pooled_prompt_embeds=torch.randn(2, 16))
+    z, absent, given, negative = torch.randn(2, 4, 8, 8), ["vae", "text_encoder", "tokenizer"], draw(), draw()
+    cond, uncond = (dict(zip(("text", "pooled"), each.values())) for each in (given, negative))
     if size == "sd15":
-        scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **config)
-        pipeline = diffusers.StableDiffusionPipeline(
-            **no, unet=reference, scheduler=scheduler, safety_checker=None, feature_extractor=None,
-            requires_safety_checker=False)
+        scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **betas)
+        make, absent = diffusers.StableDiffusionPipeline, absent + ["safety_checker", "feature_extractor"]
+        del given["pooled_prompt_embeds"], negative["pooled_prompt_embeds"]
     else:
-        pipeline = diffusers.StableDiffusionXLPipeline(
-            **no, text_encoder_2=None, tokenizer_2=None, unet=reference,
-            scheduler=diffusers.EulerDiscreteScheduler(**config))
-        kw |= dict(pooled_prompt_embeds=cond["pooled"], negative_pooled_prompt_embeds=uncond["pooled"])
+        scheduler = diffusers.EulerDiscreteScheduler(**betas)
+        make, absent = diffusers.StableDiffusionXLPipeline, absent + ["text_encoder_2", "tokenizer_2"]
+    pipeline = make(**dict.fromkeys(absent), unet=reference, scheduler=scheduler)
     pipeline.set_progress_bar_config(disable=True)
-    with torch.no_grad():
-        got = sd.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance)
-    assert near(got, pipeline(**kw).images, 1e-4)
+    want = pipeline(**given, **{f"negative_{k}": v for k, v in negative.items()}, latents=z.clone(),
+                    num_inference_steps=steps, guidance_scale=guidance, output_type="latent").images
+    assert near(sd.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance), want, 1e-4)
