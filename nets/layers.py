@@ -19,11 +19,13 @@ class Net(nn.Module):
 
         run(x (B, C, H, W), times, cond, tap) -> (prediction like x, None if stopped; embedding of t (B, D))
 
-    x and cond's tensors come in the weights' type, times = (t,) or (t, r) float64 (B,), as given. After the
-    k-th tapped block it calls tap(k, feature (B, C, H, W)) and stops where that returns True. Heads that a
-    net may lack (r_embedder, logvar_linear) are None then; sources may lack or have them.
+    x and cond's tensors, but for those in `exact`, come in the weights' type, times = (t,) or (t, r) float64
+    (B,), as given. After the k-th tapped block it calls tap(k, feature (B, C, H, W)) and stops where that
+    returns True. Heads that a net may lack (r_embedder, logvar_linear) are None then; sources may lack or
+    have them.
     """
     optional = ("r_embedder.", "logvar_linear.")
+    exact = ()                           # keys of cond that keep their own type
     label_dim = 0
     layouts = dict(public=())            # of sources: substitutions (pattern, theirs) from our keys to theirs
 
@@ -73,7 +75,8 @@ class Net(nn.Module):
             return stop and len(features) == len(shapes)
 
         cast = lambda v: v.to(self.dtype) if v.is_floating_point() else v                       # noqa: E731
-        times, cond = (t,) if r is None else (t, r), {k: cast(v) for k, v in cond.items()}
+        times = (t,) if r is None else (t, r)
+        cond = {k: v if k in self.exact else cast(v) for k, v in cond.items()}
         out, e = self.run(cast(x_t), times, cond, tap)
         wide = torch.promote_types(torch.float32, x_t.dtype)
         result = {} if out is None else dict(out=out.to(wide))

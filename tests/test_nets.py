@@ -29,7 +29,11 @@ NCSNPP = dict(EDM, augment_dim=5, fourier=True, residual=True, resample=(1, 3, 3
 ADM = dict(EDM, width=64, mult=(1, 1), blocks=1, adm=True, emb_mult=1)
 DIT = dict(x_shape=(4, 8, 8), dim=32, depth=3, heads=4, label_dim=4)
 EDM2 = dict(EDM, width=16, head_dim=8)
+SD = dict(x_shape=(4, 8, 8), width=16, mult=(1, 2, 2), text_dim=12, heads=(2, 4, 4), layers=1, groups=4)
+SDXL = SD | dict(depths=(0, 1, 2), pooled_dim=6, id_dim=4)
 CASES = dict(
+    sd15=Case("sd:sd15", SD | dict(depths=(1, 1, 0)), {"r", "logvar"}, dict(text=(5, 12))),
+    sdxl=Case("sd:sdxl", SDXL, {"r", "logvar"}, dict(text=(5, 12), pooled=(6,), time_ids=(6,))),
     dit=Case("dit:dit_s2", DIT, EDM_CAN), sit=Case("dit:sit_s2", DIT | dict(r_kind="diff"), EDM_CAN),
     toy=Case("toy:tiny", dict(label_dim=4), TOY_CAN),
     toy_rf=Case("toy:tiny,schedule=rf,pred=flow", dict(label_dim=4, text_dim=3), TOY_CAN, dict(text=(5, 3))),
@@ -168,7 +172,7 @@ def test_logvar_is_one_number_a_sample_depends_on_its_t_alone_and_comes_and_goes
         assert torch.equal(other(x, t, cond), plain(x, t, cond))
     u = shake(net)(x, t, cond, logvar=True)["logvar"]
     assert u.shape == (2,) and u.dtype == torch.float32 and (u[0] - u[1]).abs() > 1e-4
-    assert close(net(2 * x, t, {}, logvar=True)["logvar"], u)
+    assert close(net(2 * x, t, {key: v.flip(0) for key, v in cond.items()}, logvar=True)["logvar"], u)
     assert close(net(x, t.flip(0), cond, logvar=True)["logvar"], u.flip(0))
     assert net(x, t, cond, logvar=True, taps=(0,), stop=True).keys() == {"taps", "logvar"}
 

@@ -1,5 +1,7 @@
 """Networks of public models against golden outputs of the reference, through their key maps."""
 import copy
+import collections
+import json
 import re
 
 import pytest
@@ -15,6 +17,8 @@ from common import make_net
 from nets import dit, edm2
 from nets.discriminators import ImageDiTHead, UNetHead
 from test_methods import one_step
+from nets import sd
+from run import refused
 
 def near(a, b, tolerance=2e-5):
     return a.shape == b.shape and (a - b).abs().max() <= tolerance
@@ -141,3 +145,92 @@ def test_methods_with_a_discriminator_take_steps_on_a_transformer_and_on_edm2(na
             loss, logs, grads = one_step(method, nets, cfg, it)
             assert loss.isfinite() and grads and all(g.isfinite().all() for g in grads.values())
             assert any(g.any() for k, g in grads.items() if ("discriminator" in k) == (phase != "student"))
+def patterns(shapes):
+    """{(key without its numbers, shape): how many} of triples (key, shape, how many)."""
+    counts = collections.Counter()
+    for key, shape, n in shapes:
+        counts[re.sub(r"\.(\d+|{i})(?=\.)", ".#", key), tuple(shape)] += n
+    return counts
+
+# ---- Stable Diffusion 1.5 and XL
+SD = dict(x_shape=(4, 8, 8), width=32, mult=(1, 2, 2), text_dim=24, groups=8)
+SDS = dict(sd15=SD | dict(depths=(1, 1, 0), heads=(4, 4, 4)),
+           sdxl=SD | dict(depths=(0, 2, 3), heads=(2, 4, 8), pooled_dim=16, id_dim=8))
+
+def unet(size, mult=(1, 2, 2), **options):
+    """The module diffusers, its net with random weights, ours with the same."""
+    diffusers, config = pytest.importorskip("diffusers"), golden_recipe.load(size)[0]["config"]
+    torch.manual_seed(0)
+    reference = diffusers.UNet2DConditionModel(
+        **config | dict(block_out_channels=[32 * m for m in mult], sample_size=128))
+    net = make_net(f"sd:{size}", **SDS[size] | dict(mult=mult) | options)
+    net.load_state_dict(reference.state_dict())
+    return diffusers, reference.eval(), net.eval()
+
+@pytest.mark.parametrize("name", ["sd15", "sd15_mask", "sdxl"])
+def test_sd_equals_the_reference(name):
+    info, want, weights = golden_recipe.load(name)
+    net, inputs = load(make_net(f"sd:{name[:4]}", **SDS[name[:4]]), weights), info["inputs"]
+    shapes = dict(x=(2, 4, 8, 8), context=(2, 7, 24), pooled=(2, 16))
+    x, text, pooled = map(golden_recipe.tensor, shapes, shapes.values())
+    cond = dict(text=text, pooled=pooled)
+    if "mask" in name:
+        cond["text_mask"] = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    if "time_ids" in inputs:
+        cond["time_ids"] = torch.tensor(inputs["time_ids"])
+    got = net(x, torch.tensor(inputs["t"]).double() / 1000, cond, taps=range(4))
+    got |= dict(zip(("feat_down0", "feat_down1", "feat_down2", "feat_mid"), got["taps"]))
+    assert all(near(got[key], value) for key, value in want.items())
+
+@pytest.mark.parametrize("size, mult, shape", [("sd15", (1, 3, 2), (12, 20)), ("sdxl", (1, 3, 4), (7, 13))])
+@torch.no_grad()
+def test_sd_equals_diffusers_at_another_size_and_each_condition_counts(size, mult, shape):
+    _, reference, net = unet(size, mult)
+    x, t = torch.randn(3, 4, *shape), torch.tensor([0.0, 0.5005, 0.999]).double()
+    cond = dict(text=torch.randn(3, 9, 24), text_mask=(torch.rand(3, 9) < 0.6).long())
+    cond |= dict(pooled=torch.randn(3, 16), time_ids=torch.randint(2000, (3, 6))) if size == "sdxl" else {}
+    added = dict(text_embeds=cond.get("pooled"), time_ids=cond.get("time_ids"))
+    out = net(x, t, cond)
+    assert near(out, reference(x, 1000 * t, cond["text"], encoder_attention_mask=cond["text_mask"],
+                               added_cond_kwargs=added).sample)
+    for key in cond:
+        less = {k: v for k, v in cond.items() if k != key}
+        if key in ("text", "pooled"):
+            refused(net, x, t, less, says=[key])
+            less[key] = cond[key] + 1
+        assert not near(net(x, t, less), out, 1e-3)
+    if size == "sdxl":                                  # which no bfloat16 tells apart
+        sizes = [cond | dict(time_ids=torch.full((3, 6), pixels)) for pixels in (1023.0, 1024.0)]
+        assert not torch.equal(*(net.bfloat16()(x, t, c) for c in sizes))
+
+@pytest.mark.parametrize("size", SDS)
+def test_sd_has_the_public_keys_at_full_size(size):
+    want = json.loads((golden_recipe.folder / "full_size_keys.json").read_text())[size]
+    with torch.device("meta"):
+        state = make_net(f"sd:{size}").state_dict()
+    assert patterns((k, v.shape, 1) for k, v in state.items()) == patterns(want["keys"])
+    assert (sum(v.numel() for v in state.values()), len(state)) == (want["params"], want["tensors"])
+
+@pytest.mark.parametrize("size, pred, steps, guidance", [
+    ("sd15", "eps", 1, 1.0), ("sd15", "eps", 3, 1.0), ("sd15", "eps", 7, 5.0), ("sd15", "v", 6, 3.0),
+    ("sdxl", "eps", 3, 1.0), ("sdxl", "eps", 7, 5.0), ("sdxl", "v", 6, 3.0)])
+@torch.no_grad()
+def test_sd_teacher_samples_as_the_public_pipeline(size, pred, steps, guidance):
+    diffusers, reference, net = unet(size, pred=pred)
+    betas = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
+                 timestep_spacing="leading", prediction_type=dict(eps="epsilon", v="v_prediction")[pred])
+    draw = lambda: dict(prompt_embeds=torch.randn(2, 7, 24), pooled_prompt_embeds=torch.randn(2, 16))
+    z, absent, given, negative = torch.randn(2, 4, 8, 8), ["vae", "text_encoder", "tokenizer"], draw(), draw()
+    cond, uncond = (dict(zip(("text", "pooled"), each.values())) for each in (given, negative))
+    if size == "sd15":
+        scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **betas)
+        make, absent = diffusers.StableDiffusionPipeline, absent + ["safety_checker", "feature_extractor"]
+        del given["pooled_prompt_embeds"], negative["pooled_prompt_embeds"]
+    else:
+        scheduler = diffusers.EulerDiscreteScheduler(**betas)
+        make, absent = diffusers.StableDiffusionXLPipeline, absent + ["text_encoder_2", "tokenizer_2"]
+    pipeline = make(**dict.fromkeys(absent), unet=reference, scheduler=scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    want = pipeline(**given, **{f"negative_{k}": v for k, v in negative.items()}, latents=z.clone(),
+                    num_inference_steps=steps, guidance_scale=guidance, output_type="latent").images
+    assert near(sd.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance), want, 1e-4)
