@@ -1,11 +1,17 @@
 """Networks of public models against golden outputs of the reference, through their key maps."""
+import json
+import math
 import re
+from collections import Counter
 
 import pytest
 import torch
+from einops import rearrange
 
 import golden_recipe
 from common import make_net
+from nets import flux, qwen_image
+from nets.layers import dynamic_mu, sigma_grid
 
 def near(a, b, tolerance=2e-5):
     return a.shape == b.shape and (a - b).abs().max() <= tolerance
@@ -44,3 +50,94 @@ def test_dit_and_sit_equal_the_reference(name, size, options, time, sign):
             assert key not in want or near(tap.flatten(2).mT, want[key])
     assert "logvar" not in want or near(got["logvar"][:, None], want["logvar"])
     assert "pos_embed" not in want or near(net.pos_embed, want["pos_embed"], 1e-6)
+
+@pytest.mark.parametrize("name, spec", [("flux", "flux:dev"), ("qwen", "qwen_image:base")])
+def test_full_sizes_have_the_public_keys(name, spec):
+    with torch.device("meta"):
+        net = make_net(spec)
+    want = json.loads((golden_recipe.folder / "full_size_keys.json").read_text())[name]
+    assert sum(p.numel() for p in net.parameters()) == want["params"]
+    found = Counter((re.sub(r"blocks\.\d+", "blocks.{i}", theirs), *net.state_dict()[ours].shape)
+                    for theirs, ours in renamed(net, "public").items())
+    assert found == {(key, *shape): n for key, shape, n in want["keys"]}
+
+# ---- Flux, Qwen-Image
+ROPE = dict(heads=2, dim=32, axes=(4, 6, 6), text_dim=24)
+FLOW = dict(flux=("flux:dev", dict(x_shape=(4, 4, 6), depth=2, single_depth=2, pooled_dim=20) | ROPE),
+            qwen=("qwen_image:base", dict(x_shape=(4, 6, 10), depth=3) | ROPE))
+
+def tokens(x):
+    return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
+
+@pytest.mark.parametrize("name", FLOW)
+def test_flux_and_qwen_image_equal_the_reference(name):
+    (info, want, weights), (spec, options) = golden_recipe.load(name), FLOW[name]
+    net = load(make_net(spec, **options), weights)
+    cond = dict(text=golden_recipe.tensor("context", (2, 5, 24)), guidance=torch.tensor([3.5, 1.0]),
+                pooled=golden_recipe.tensor("pooled", (2, 20)), text_mask=torch.arange(5) < torch.tensor([[5], [3]]))
+    x, t = golden_recipe.tensor("x", (2, *net.x_shape)), torch.tensor(info["inputs"]["t"]).double()
+    got, features = net(x, t, cond, taps=range(net.n_taps)), [k for k in want if k.startswith("feat")]
+    assert near(tokens(got["out"]), want["out"]) and len(features) == net.n_taps
+    assert all(near(tap.flatten(2).mT, want[key]) for tap, key in zip(got["taps"], features))
+
+def pair(name):
+    """Of diffusers, with random weights: the transformer and a pipeline around it; ours with these weights."""
+    diffusers, heads = pytest.importorskip("diffusers"), dict(attention_head_dim=16, num_attention_heads=3)
+    sizes, ours = dict(joint_attention_dim=20, axes_dims_rope=(4, 4, 8), in_channels=32, **heads), dict(
+        x_shape=(8, 4, 4), dim=48, heads=3, axes=(4, 4, 8), text_dim=20)
+    torch.manual_seed(0)
+    kw = dict(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+    if name == "flux":
+        ref = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=3, pooled_projection_dim=12,
+                                               guidance_embeds=True, **sizes)
+        ours |= dict(depth=1, single_depth=3, pooled_dim=12)
+        pipe = diffusers.FluxPipeline(None, None, None, None, None, None, ref)
+    else:
+        ref = diffusers.QwenImageTransformer2DModel(num_layers=2, out_channels=8, **sizes)
+        ours |= dict(depth=2)
+        kw |= dict(max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)
+        pipe = diffusers.QwenImagePipeline(None, None, None, None, ref)
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**kw)
+    pipe.set_progress_bar_config(disable=True)
+    for p in ref.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    net = make_net(FLOW[name][0], **ours)
+    net.load_state_dict(ref.state_dict())
+    return ref.eval(), pipe, net.eval()
+
+def prompt(length=7):
+    return dict(text=torch.randn(3, length, 20), pooled=torch.randn(3, 12), guidance=torch.tensor([1.0, 3.5, 9.0]),
+                text_mask=torch.arange(length) < torch.tensor([[length], [1], [4]]))
+
+@pytest.mark.parametrize("height, width", [(6, 14), (10, 4)])
+@pytest.mark.parametrize("name", FLOW)
+def test_flux_and_qwen_image_equal_diffusers_at_other_sizes(name, height, width):
+    (ref, _, net), cond, h, w = pair(name), prompt(), height // 2, width // 2
+    x, t = torch.randn(3, 8, height, width), torch.tensor([1.0, 0.62, 0.01])
+    ids = torch.stack([torch.zeros(h * w), torch.arange(h).repeat_interleave(w), torch.arange(w).repeat(h)], 1)
+    kw = dict(txt_ids=torch.zeros(7, 3), img_ids=ids, guidance=cond["guidance"], pooled_projections=cond["pooled"])
+    if name == "qwen":
+        kw = dict(img_shapes=[[(1, h, w)]] * 3, encoder_hidden_states_mask=cond["text_mask"])
+    want = ref(tokens(x), cond["text"], timestep=t, **kw).sample
+    assert near(tokens(net(x, t.double(), cond)), want)
+
+@pytest.mark.parametrize("steps, guidance", [(2, 1.0), (2, 4.0), (7, 2.5)])
+@pytest.mark.parametrize("name, module", [("flux", flux), ("qwen", qwen_image)])
+def test_teacher_of_flux_and_qwen_image_samples_as_the_pipeline(name, module, steps, guidance):
+    (_, pipe, net), cond, uncond = pair(name), prompt(), prompt(7 if name == "flux" else 4)
+    z, kw, scale = torch.randn(3, 8, 12, 20), {}, dict(guidance=torch.full((3,), net.embed_guidance))
+    cond, uncond = ({k: v for k, v in c.items() if k != "guidance"} for c in (cond, uncond))
+    keys = dict(text="prompt_embeds", **dict(pooled="pooled_prompt_embeds") if name == "flux" else
+                dict(text_mask="prompt_embeds_mask"))
+    for key, theirs in keys.items():
+        kw |= {theirs: cond[key], f"negative_{theirs}": uncond[key]}
+    want = pipe(latents=tokens(z), height=96, width=160, num_inference_steps=steps, output_type="latent",
+                true_cfg_scale=guidance, **kw).images
+    got = module.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance)
+    assert near(tokens(got), want, 1e-5)
+
+def test_times_of_the_flow_samplers_in_closed_form():
+    assert sigma_grid(4) == [1, 0.75, 0.5, 0.25, 0] and sigma_grid(1, 3.0, 0.02) == [1, 0]
+    assert sigma_grid(2, math.log(3)) == pytest.approx([1, 0.75, 0])            # 3 s / (1 + 2 s)
+    assert sigma_grid(4, 0.0, 0.1) == pytest.approx([1, 0.7, 0.4, 0.1, 0])      # linear: stays so
+    assert [dynamic_mu(n, (256, 0.5), (4096, 1.15)) for n in (256, 2176, 4096)] == [0.5, 0.825, 1.15]
