@@ -113,12 +113,12 @@ class Zero(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-def sin_emb(t, n, dtype):
-    """[cos, sin](t f), f falling from 1 towards 1e-4: (B,) -> (B, n) in `dtype`, from at least float32."""
+def sin_emb(t, n, dtype, scale=1.0):
+    """[cos, sin](scale t f), f falling from 1 to about 1e-4: (B,) -> (B, n) in `dtype`, at least in float32."""
     t = t.to(torch.promote_types(torch.float32, dtype))
     # in the references' order of operations: another one moves an angle of 1000 by 1e-4 in float32
     f = torch.exp(-math.log(1e4) * torch.arange(n // 2, dtype=t.dtype, device=t.device) / (n // 2))
-    angle = t[:, None] * f
+    angle = scale * (t[:, None] * f)
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(dtype)
 
 
@@ -264,9 +264,10 @@ def dynamic_mu(tokens, low, high):
 
 
 def sigma_grid(steps, mu=0.0, terminal=0.0):
-    """Times 1 .. 0, `steps` + 1 of them: s from 1 to 1 / steps in equal steps, then e^mu / (e^mu + 1 / s - 1)
-    (mu = ln of a constant shift), stretched so that the last before 0 is `terminal` (0: as it is)."""
-    ts = [math.exp(mu) / (math.exp(mu) + steps / (steps - k) - 1) for k in range(steps)]
+    """Times 1 .. 0, `steps` + 1 of them: s = 1 .. 1 / steps in equal steps, then e^mu s / (1 + (e^mu - 1) s),
+    mu = ln of a constant shift, stretched so that the last before 0 is `terminal` (0: as it is)."""
+    shift, even = math.exp(mu), [(steps - k) / steps for k in range(steps)]
+    ts = [shift * s / (1 + (shift - 1) * s) for s in even]
     if terminal and steps > 1:
         ts = [1 - (1 - t) * (1 - terminal) / (1 - ts[-1]) for t in ts]
     return [*ts, 0.0]

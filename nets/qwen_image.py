@@ -74,7 +74,7 @@ class QwenImage(Net):
         """cond: text (B, L, text_dim); text_mask (B, L), 1 = seen, none = all seen. Any even H, W."""
         (text,) = self.need(cond, text=self.text_dim)
         (batch, length), rows, columns = text.shape[:2], x.shape[2] // 2, x.shape[3] // 2
-        wave = lambda v: sin_emb(1000 * v, 256, self.dtype)                                     # noqa: E731
+        wave = lambda v: sin_emb(v, 256, self.dtype, 1000)     # scaled last, as the reference  # noqa: E731
         e = e_t = self.time_text_embed["timestep_embedder"](wave(times[0]))                     # (B, D)
         if len(times) > 1:
             e = e + self.r_embedder(wave(times[1]))

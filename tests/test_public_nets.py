@@ -12,6 +12,7 @@ import golden_recipe
 from common import make_net
 from nets import flux, qwen_image
 from nets.layers import dynamic_mu, sigma_grid
+from run import refused
 
 def near(a, b, tolerance=2e-5):
     return a.shape == b.shape and (a - b).abs().max() <= tolerance
@@ -73,15 +74,18 @@ def tokens(x):
 def test_flux_and_qwen_image_equal_the_reference(name):
     (info, want, weights), (spec, options) = golden_recipe.load(name), FLOW[name]
     net = load(make_net(spec, **options), weights)
+    # flux: guidance 3.5 makes angles of 3500, where exp's last digit counts: diffusers itself is 2.5e-5 off
+    tolerance = dict(flux=5e-5, qwen=2e-5)[name]
     cond = dict(text=golden_recipe.tensor("context", (2, 5, 24)), guidance=torch.tensor([3.5, 1.0]),
-                pooled=golden_recipe.tensor("pooled", (2, 20)), text_mask=torch.arange(5) < torch.tensor([[5], [3]]))
+                pooled=golden_recipe.tensor("pooled", (2, 20)),
+                text_mask=torch.arange(5) < torch.tensor([[5], [3]]))
     x, t = golden_recipe.tensor("x", (2, *net.x_shape)), torch.tensor(info["inputs"]["t"]).double()
     got, features = net(x, t, cond, taps=range(net.n_taps)), [k for k in want if k.startswith("feat")]
-    assert near(tokens(got["out"]), want["out"]) and len(features) == net.n_taps
-    assert all(near(tap.flatten(2).mT, want[key]) for tap, key in zip(got["taps"], features))
+    assert near(tokens(got["out"]), want["out"], tolerance) and len(features) == net.n_taps
+    assert all(near(tap.flatten(2).mT, want[key], tolerance) for tap, key in zip(got["taps"], features))
 
 def pair(name):
-    """Of diffusers, with random weights: the transformer and a pipeline around it; ours with these weights."""
+    """Of diffusers, with random weights: the transformer, a pipeline around it; ours with these weights."""
     diffusers, heads = pytest.importorskip("diffusers"), dict(attention_head_dim=16, num_attention_heads=3)
     sizes, ours = dict(joint_attention_dim=20, axes_dims_rope=(4, 4, 8), in_channels=32, **heads), dict(
         x_shape=(8, 4, 4), dim=48, heads=3, axes=(4, 4, 8), text_dim=20)
@@ -106,7 +110,7 @@ def pair(name):
     return ref.eval(), pipe, net.eval()
 
 def prompt(length=7):
-    return dict(text=torch.randn(3, length, 20), pooled=torch.randn(3, 12), guidance=torch.tensor([1.0, 3.5, 9.0]),
+    return dict(text=torch.randn(3, length, 20), pooled=torch.randn(3, 12), guidance=torch.tensor([1.0, 3, 9]),
                 text_mask=torch.arange(length) < torch.tensor([[length], [1], [4]]))
 
 @pytest.mark.parametrize("height, width", [(6, 14), (10, 4)])
@@ -114,8 +118,9 @@ def prompt(length=7):
 def test_flux_and_qwen_image_equal_diffusers_at_other_sizes(name, height, width):
     (ref, _, net), cond, h, w = pair(name), prompt(), height // 2, width // 2
     x, t = torch.randn(3, 8, height, width), torch.tensor([1.0, 0.62, 0.01])
-    ids = torch.stack([torch.zeros(h * w), torch.arange(h).repeat_interleave(w), torch.arange(w).repeat(h)], 1)
-    kw = dict(txt_ids=torch.zeros(7, 3), img_ids=ids, guidance=cond["guidance"], pooled_projections=cond["pooled"])
+    ids = torch.tensor([[0.0, i, j] for i in range(h) for j in range(w)])
+    kw = dict(txt_ids=torch.zeros(7, 3), img_ids=ids, pooled_projections=cond["pooled"],
+              guidance=cond["guidance"])
     if name == "qwen":
         kw = dict(img_shapes=[[(1, h, w)]] * 3, encoder_hidden_states_mask=cond["text_mask"])
     want = ref(tokens(x), cond["text"], timestep=t, **kw).sample
@@ -125,16 +130,28 @@ def test_flux_and_qwen_image_equal_diffusers_at_other_sizes(name, height, width)
 @pytest.mark.parametrize("name, module", [("flux", flux), ("qwen", qwen_image)])
 def test_teacher_of_flux_and_qwen_image_samples_as_the_pipeline(name, module, steps, guidance):
     (_, pipe, net), cond, uncond = pair(name), prompt(), prompt(7 if name == "flux" else 4)
-    z, kw, scale = torch.randn(3, 8, 12, 20), {}, dict(guidance=torch.full((3,), net.embed_guidance))
-    cond, uncond = ({k: v for k, v in c.items() if k != "guidance"} for c in (cond, uncond))
-    keys = dict(text="prompt_embeds", **dict(pooled="pooled_prompt_embeds") if name == "flux" else
-                dict(text_mask="prompt_embeds_mask"))
-    for key, theirs in keys.items():
+    z, kw = torch.randn(3, 8, 12, 20), {}
+    if name == "flux":
+        net.embed_guidance = kw["guidance_scale"] = 2.0
+        del cond["guidance"], uncond["guidance"]
+    second = ("pooled", "pooled_prompt_embeds") if name == "flux" else ("text_mask", "prompt_embeds_mask")
+    for key, theirs in (("text", "prompt_embeds"), second):
         kw |= {theirs: cond[key], f"negative_{theirs}": uncond[key]}
     want = pipe(latents=tokens(z), height=96, width=160, num_inference_steps=steps, output_type="latent",
                 true_cfg_scale=guidance, **kw).images
     got = module.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance)
-    assert near(tokens(got), want, 1e-5)
+    assert near(tokens(got), want, 1e-4) and not near(tokens(got), tokens(z), 0.1)
+
+@pytest.mark.parametrize("name", FLOW)
+def test_what_flux_and_qwen_image_cannot_do_without_is_refused_in_a_sentence(name):
+    spec, options = FLOW[name]
+    net, t = make_net(spec, **options), torch.full((2,), 0.5).double()
+    x, cond = torch.randn(2, *net.x_shape), dict(text=torch.randn(2, 5, 24), pooled=torch.randn(2, 20))
+    for bad in ("text", "pooled")[:2 if name == "flux" else 1]:
+        refused(net, x, t, {k: v for k, v in cond.items() if k != bad}, says=[f"{bad} of width"])
+        refused(net, x, t, cond | {bad: cond[bad][..., 1:]}, says=[bad, str(tuple(cond[bad][..., 1:].shape))])
+    refused(net, x[..., 1:], t, cond, says=["even"])
+    refused(make_net, spec, **options | dict(axes=(4, 6, 8)), says=["axes"])
 
 def test_times_of_the_flow_samplers_in_closed_form():
     assert sigma_grid(4) == [1, 0.75, 0.5, 0.25, 0] and sigma_grid(1, 3.0, 0.02) == [1, 0]
