@@ -114,7 +114,7 @@ class Zero(nn.Linear):
 
 
 def sin_emb(t, n, dtype, scale=1.0):
-    """[cos, sin](scale t f), f falling from 1 to about 1e-4: (B,) -> (B, n) in `dtype`, at least in float32."""
+    """[cos, sin](scale t f), f falling from 1 towards 1e-4: (B,) -> (B, n), `dtype` from at least float32."""
     t = t.to(torch.promote_types(torch.float32, dtype))
     # in the references' order of operations: another one moves an angle of 1000 by 1e-4 in float32
     f = torch.exp(-math.log(1e4) * torch.arange(n // 2, dtype=t.dtype, device=t.device) / (n // 2))

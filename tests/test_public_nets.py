@@ -56,9 +56,9 @@ def test_dit_and_sit_equal_the_reference(name, size, options, time, sign):
 def test_full_sizes_have_the_public_keys(name, spec):
     with torch.device("meta"):
         net = make_net(spec)
-    want = json.loads((golden_recipe.folder / "full_size_keys.json").read_text())[name]
+    want, own = json.loads((golden_recipe.folder / "full_size_keys.json").read_text())[name], net.state_dict()
     assert sum(p.numel() for p in net.parameters()) == want["params"]
-    found = Counter((re.sub(r"blocks\.\d+", "blocks.{i}", theirs), *net.state_dict()[ours].shape)
+    found = Counter((re.sub(r"blocks\.\d+", "blocks.{i}", theirs), *own[ours].shape)
                     for theirs, ours in renamed(net, "public").items())
     assert found == {(key, *shape): n for key, shape, n in want["keys"]}
 
@@ -110,8 +110,9 @@ def pair(name):
     return ref.eval(), pipe, net.eval()
 
 def prompt(length=7):
-    return dict(text=torch.randn(3, length, 20), pooled=torch.randn(3, 12), guidance=torch.tensor([1.0, 3, 9]),
-                text_mask=torch.arange(length) < torch.tensor([[length], [1], [4]]))
+    return dict(text=torch.randn(3, length, 20), pooled=torch.randn(3, 12),
+                text_mask=torch.arange(length) < torch.tensor([[length], [1], [4]]),
+                guidance=torch.tensor([1.0, 3.5, 9.0]))
 
 @pytest.mark.parametrize("height, width", [(6, 14), (10, 4)])
 @pytest.mark.parametrize("name", FLOW)
