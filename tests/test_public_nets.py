@@ -158,4 +158,5 @@ def test_times_of_the_flow_samplers_in_closed_form():
     assert sigma_grid(4) == [1, 0.75, 0.5, 0.25, 0] and sigma_grid(1, 3.0, 0.02) == [1, 0]
     assert sigma_grid(2, math.log(3)) == pytest.approx([1, 0.75, 0])            # 3 s / (1 + 2 s)
     assert sigma_grid(4, 0.0, 0.1) == pytest.approx([1, 0.7, 0.4, 0.1, 0])      # linear: stays so
+    assert sigma_grid(2, 0.9, 0.02) == pytest.approx([1, 0.02, 0])
     assert [dynamic_mu(n, (256, 0.5), (4096, 1.15)) for n in (256, 2176, 4096)] == [0.5, 0.825, 1.15]
