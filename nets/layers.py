@@ -1,14 +1,15 @@
-"""What the networks of the public models share: the checked call, time embeddings, attention, positions."""
+"""What the networks of the public models share: the checked call, embeddings, attention, positions, Euler."""
 import math
 from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import BadInput
+from common import BadInput, guide, predict, t_like
 
 
 class Net(nn.Module):
@@ -25,7 +26,7 @@ class Net(nn.Module):
     have them.
     """
     optional = ("r_embedder.", "logvar_linear.")
-    exact = ()                           # keys of cond that keep their own type
+    exact = ()                           # keys of cond that keep their own type: numbers like t
     label_dim = 0
     layouts = dict(public=())            # of sources: substitutions (pattern, theirs) from our keys to theirs
 
@@ -86,6 +87,14 @@ class Net(nn.Module):
             result["logvar"] = self.logvar_linear(e)[:, 0].to(wide)
         return result if taps or logvar else result["out"]
 
+    def need(self, cond, **widths):
+        """The tensors of cond that the net cannot do without, each with the width of its last axis."""
+        for key, width in widths.items():
+            found = f"has {key} of shape {tuple(cond[key].shape)}" if key in cond else f"holds {sorted(cond)}"
+            if key not in cond or cond[key].shape[-1] != width:
+                raise BadInput(f"{type(self).__name__} needs {key} of width {width} in cond, which {found}")
+        return [cond[key] for key in widths]
+
     def labels(self, cond, t):
         """Class indices (B,) of cond, -1 (none) as label_dim, which is the null class."""
         label = cond.get("label", torch.full_like(t, -1, dtype=torch.int64))
@@ -110,12 +119,12 @@ class Zero(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-def sin_emb(t, n, dtype):
-    """[cos, sin](t f), f falling from 1 towards 1e-4: (B,) -> (B, n) in `dtype`, from at least float32."""
+def sin_emb(t, n, dtype, scale=1.0):
+    """[cos, sin](scale t f), f falling from 1 towards 1e-4: (B,) -> (B, n), `dtype` from at least float32."""
     t = t.to(torch.promote_types(torch.float32, dtype))
     # in the references' order of operations: another one moves an angle of 1000 by 1e-4 in float32
     f = torch.exp(-math.log(1e4) * torch.arange(n // 2, dtype=t.dtype, device=t.device) / (n // 2))
-    angle = t[:, None] * f
+    angle = scale * (t[:, None] * f)
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(dtype)
 
 
@@ -145,3 +154,140 @@ def attention(q, k, v, mask=None):
 def modulate(x, shift, scale, eps=1e-6):
     """LayerNorm without parameters, then scale and shift (B, D) for each token of x (B, S, D)."""
     return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale[:, None]) + shift[:, None]
+
+
+# ---- parts under the names of diffusers, which the transformers of images and videos share
+
+class MLP2(nn.Module):
+    """Embeds numbers per sample: a sin_emb of a time, a pooled text. (B, width) -> (B, dim)."""
+    def __init__(self, width, dim, last=Linear):
+        super().__init__()
+        self.linear_1, self.linear_2 = Linear(width, dim), last(dim, dim)
+
+    def forward(self, x):
+        return self.linear_2(F.silu(self.linear_1(x)))
+
+
+class Widen(nn.Module):
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.proj = Linear(dim, hidden)
+
+    def forward(self, x):
+        return F.gelu(self.proj(x), approximate="tanh")
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim, dropout=0.0):
+        super().__init__()
+        self.net = nn.Sequential(Widen(dim, 4 * dim), nn.Dropout(dropout), Linear(4 * dim, dim))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Modulation(nn.Module):
+    """n chunks (B, D) of a linear map of silu(e), e (B, D): shifts, scales, gates."""
+    def __init__(self, dim, n):
+        super().__init__()
+        self.n, self.linear = n, Zero(dim, n * dim)
+
+    def forward(self, e):
+        return self.linear(F.silu(e)).chunk(self.n, dim=1)
+
+
+class SelfAttention(nn.Module):
+    """Queries and keys with RMS norm per head, turned by angle (S, d / 2); without a map of its output."""
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v = (Linear(dim, dim) for _ in range(3))
+        self.norm_q, self.norm_k = (nn.RMSNorm(dim // heads, eps=1e-6) for _ in range(2))
+
+    def split(self, *streams):
+        """(B, S, heads x d) -> (B, heads, S, d) of each."""
+        return [rearrange(x, "b s (n d) -> b n s d", n=self.heads) for x in streams]
+
+    def attend(self, q, k, v, angle, mask=None):
+        return rearrange(attention(rope(q, angle), rope(k, angle), v, mask), "b n s d -> b s (n d)")
+
+    def forward(self, x, angle):
+        q, k, v = self.split(self.to_q(x), self.to_k(x), self.to_v(x))
+        return self.attend(self.norm_q(q), self.norm_k(k), v, angle)
+
+
+class JointAttention(SelfAttention):
+    """One attention over text, then image, each with weights of its own: x (B, S, D), text (B, L, D), angle
+    (L + S, d / 2), mask to (B, 1, 1, L + S) -> both streams."""
+    def __init__(self, dim, heads):
+        super().__init__(dim, heads)
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (Linear(dim, dim) for _ in range(3))
+        self.to_out, self.to_add_out = nn.ModuleList([Linear(dim, dim)]), Linear(dim, dim)
+        self.norm_added_q, self.norm_added_k = (nn.RMSNorm(dim // heads, eps=1e-6) for _ in range(2))
+
+    def forward(self, x, text, angle, mask=None):
+        q, k, v = self.split(self.to_q(x), self.to_k(x), self.to_v(x))
+        tq, tk, tv = self.split(self.add_q_proj(text), self.add_k_proj(text), self.add_v_proj(text))
+        pairs = (self.norm_added_q(tq), self.norm_q(q)), (self.norm_added_k(tk), self.norm_k(k)), (tv, v)
+        y = self.attend(*(torch.cat(pair, dim=2) for pair in pairs), angle, mask)
+        text, x = y.split([text.shape[1], x.shape[1]], dim=1)
+        return self.to_out[0](x), self.to_add_out(text)
+
+
+def dual_stream(x, text, mods, attn, mlps, angle, mask=None):
+    """A block on image x (B, S, D) and text (B, L, D): joint attention, then an MLP for each. mods: of image
+    and text, (shift, scale, gate) before attention, the same before the MLP, each (B, D)."""
+    (a, b), (mlp, mlp_text) = mods, mlps
+    y, y_text = attn(modulate(x, *a[:2]), modulate(text, *b[:2]), angle, mask)
+    x, text = x + a[2][:, None] * y, text + b[2][:, None] * y_text
+    x = x + a[5][:, None] * mlp(modulate(x, *a[3:5]))
+    return x, text + b[5][:, None] * mlp_text(modulate(text, *b[3:5]))
+
+
+def grid(*axes):
+    """Positions along every axis, each (S,), of the tokens of a grid of these (n_i,); the last is fastest."""
+    return [p.flatten() for p in torch.meshgrid(*axes, indexing="ij")]
+
+
+def pack(x):
+    """(B, C, H, W) -> tokens (B, H / 2 x W / 2, 4 C) of 2 x 2 pixels, channels slowest."""
+    if x.shape[2] % 2 or x.shape[3] % 2:
+        raise BadInput(f"height and width must be even, not {tuple(x.shape[2:])}: a token is 2 x 2 latents")
+    return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
+
+
+def unpack(tokens, rows):
+    """The inverse of `pack`; rows = H / 2."""
+    return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=rows, p=2, q=2)
+
+
+# ---- the samplers of the flow models
+
+def dynamic_mu(tokens, low, high):
+    """The line through low and high, each (tokens, mu): larger images get more of their steps near noise."""
+    (n0, mu0), (n1, mu1) = low, high
+    return mu0 + (tokens - n0) * (mu1 - mu0) / (n1 - n0)
+
+
+def sigma_grid(steps, mu=0.0, terminal=0.0):
+    """Times 1 .. 0, `steps` + 1 of them: s = 1 .. 1 / steps in equal steps, then e^mu s / (1 + (e^mu - 1) s),
+    mu = ln of a constant shift, stretched so that the last before 0 is `terminal` (0: as it is)."""
+    shift, even = math.exp(mu), [(steps - k) / steps for k in range(steps)]
+    ts = [shift * s / (1 + (shift - 1) * s) for s in even]
+    if terminal and steps > 1:
+        ts = [1 - (1 - t) * (1 - terminal) / (1 - ts[-1]) for t in ts]
+    return [*ts, 0.0]
+
+
+def flow_euler(net, noise, cond, ts, uncond=None, guidance=1.0, rescale=None):
+    """x0 from noise(0) by Euler steps of the flow over descending times ts, as diffusers' pipelines with
+    FlowMatchEulerDiscreteScheduler: guidance acts only above 1 and with `uncond` given. rescale(guided flow,
+    conditional flow) is what a family does to it after that."""
+    x = noise(0)
+    for t, t_next in zip(ts, ts[1:]):
+        flow = predict(net, x, t_like(t, x), cond, "flow")
+        if uncond and guidance > 1:
+            guided = guide(flow, predict(net, x, t_like(t, x), uncond, "flow"), guidance)
+            flow = rescale(guided, flow) if rescale else guided
+        x = x + (t_next - t) * flow
+    return x
