@@ -230,9 +230,13 @@ def test_full_sizes_have_the_public_keys(name, spec):
         net = make_net(spec)
     want, own = json.loads((golden_recipe.folder / "full_size_keys.json").read_text())[name], net.state_dict()
     assert sum(p.numel() for p in net.parameters()) == want["params"]
-    found = Counter((re.sub(r"blocks\.\d+", "blocks.{i}", theirs), *own[ours].shape)
-                    for theirs, ours in renamed(net, "public").items())
-    assert found == {(key, *shape): n for key, shape, n in want["keys"]}
+    public = {theirs: tuple(own[ours].shape) for theirs, ours in renamed(net, "public").items()}
+    kind, found, wanted = re.compile(r"\.(\d+|{i})(?=\.)"), Counter(), Counter()
+    for key, shape in public.items():
+        found[kind.sub(".#", key), shape] += 1
+    for key, shape, n in want["keys"]:
+        wanted[kind.sub(".#", key), tuple(shape)] += n
+    assert found == wanted and len(public) == want["tensors"]
 
 # ---- Flux, Qwen-Image
 ROPE = dict(heads=2, dim=32, axes=(4, 6, 6), text_dim=24)
