@@ -6,9 +6,9 @@
     fake:     gan_d  hinge: relu(1 + D(features(x_t))) + relu(1 - D(features(x0_t)))
               r1     mean (D(x0_t) - D(x0_t + r1_alpha noise))^2: approximate R1 (APT, arXiv 2501.08316)
 
-The paper's x0 are samples of the teacher (here: what --data holds). Its heads also see t and the prompt;
-these, as FastGen's, find them in the features. Its t, logit-normal(1, 1) on rf, is lognormal(1, 1) on edm:
-high noise judges the whole, low noise the details.
+The paper's x0 are samples of the teacher (here: what --data holds). Its heads also see t; these find it in
+the features. Its t, logit-normal(1, 1) on rf, is lognormal(1, 1) on edm: high noise judges the whole, low
+noise the details.
 
     python train.py methods/ladd.py [--steps 2]               the README's result; --max_iter 600: a short try
 """
@@ -35,6 +35,7 @@ config = dict(
     t_min=0.02, t_max=10.0,          # bounds of t; 0 = the schedule's own
     gan_loss="hinge",                # hinge (paper), softplus (FastGen)
     gan_taps=(),                     # features with heads; "" = all (paper)
+    gan_cond=True,                   # heads see label and text (paper); FastGen's do not
     gan_same_noise=True,             # real samples get the t and eps of the generated ones
     r1_weight=100.0, r1_alpha=0.1,   # of r1, 0 = off (paper); and the size of its perturbation
     ema=("ema:power=0.15",),
@@ -53,7 +54,7 @@ def build(cfg):
         common.known(f"--{key}", cfg[key], choices)
     common.check_noise(student, **times(cfg))
     common.no_guidance(cfg["guidance"], "LADD")
-    nets["discriminator"] = make_head(teacher, taps(teacher, cfg))
+    nets["discriminator"] = make_head(teacher, taps(teacher, cfg), cfg["gan_cond"])
     return nets
 
 
@@ -135,7 +136,7 @@ def taps(net, cfg):
 def logits(nets, x_t, t, cond, cfg):
     """D on the teacher's features (B, heads); nothing behind the last tap is computed."""
     teacher = nets["teacher"]
-    return nets["discriminator"](teacher(x_t, t, cond, taps=taps(teacher, cfg), stop=True)["taps"])
+    return nets["discriminator"](teacher(x_t, t, cond, taps=taps(teacher, cfg), stop=True)["taps"], cond)
 
 
 def sample(net, noise, batch, cfg, steps):

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from common import BadInput, all_mean
+from nets.layers import Zero
 
 
 def group_norm(channels):
@@ -15,25 +16,66 @@ def group_norm(channels):
     return nn.GroupNorm(max(g for g in range(1, most + 1) if channels % g == 0), channels)
 
 
+class Head(nn.Sequential):
+    """Layers that end in one logit per place; -> their mean (B, 1), plus what they show along e (B, C)."""
+
+    def forward(self, x, e=None):
+        *layers, last = self
+        for layer in layers:
+            x = layer(x)
+        logit = last(x).mean((2, 3))
+        return logit if e is None else logit + (x.mean((2, 3)) * e).sum(1, keepdim=True)
+
+
+class ZeroEmbedding(nn.Embedding):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
 class Heads(nn.Module):
-    """One head per feature map (C, H, W); a family makes each in `head(C, H, W)` and keeps them in `name`."""
+    """One head per feature map (C, H, W); a family makes each in `head(C, H, W)` and keeps them in `name`.
+
+    With label_dim or text_dim a head is conditioned by projection (Miyato 2018, arXiv 1802.05637) on the
+    label, the mean of the text, or both; that part starts at 0.
+    """
     optional = ()
 
-    def __init__(self, tap_shapes):
+    def __init__(self, tap_shapes, label_dim=0, text_dim=0):
         super().__init__()
         self.shapes = [tuple(shape) for shape in tap_shapes]
-        setattr(self, self.name, nn.ModuleList(self.head(*shape) for shape in self.shapes))
+        heads = nn.ModuleList(self.head(*shape) for shape in self.shapes)
+        setattr(self, self.name, heads)
+        widths = [head[-1].in_channels for head in heads]
+        self.labels = nn.ModuleList(ZeroEmbedding(label_dim, n) for n in widths) if label_dim else None
+        self.texts = nn.ModuleList(Zero(text_dim, n, bias=False) for n in widths) if text_dim else None
         # wrap units for sharding; a small discriminator has none and is replicated
         big = sum(p.numel() for p in self.parameters()) >= 1e6
         self.blocks = [f"{self.name}.{i}" for i in range(len(self.shapes))] if big else []
 
-    def forward(self, features):
-        """features: list of (B, C, H, W) in the order of tap_shapes -> logits (B, heads)."""
+    def forward(self, features, cond={}):
+        """features: list of (B, C, H, W) in the order of tap_shapes -> logits (B, heads). Of cond: label,
+        text, text_mask."""
         if [tuple(x.shape[1:]) for x in features] != self.shapes:
             raise BadInput(f"features {[tuple(x.shape) for x in features]} do not fit a discriminator built "
                            f"for {self.shapes}; build it with the net's tap_shapes(taps)")
-        pairs = zip(getattr(self, self.name), features)
-        return torch.cat([head(x.to(head[0].weight.dtype)).flatten(1) for head, x in pairs], dim=1)
+        logits = []
+        for i, (head, x) in enumerate(zip(getattr(self, self.name), features)):
+            x = x.to(head[0].weight.dtype)
+            logits.append(head(x, self.condition(cond, i, x.dtype)))
+        return torch.cat(logits, dim=1)
+
+    def condition(self, cond, i, dtype):
+        """The direction (B, C) that head i adds for cond, or None."""
+        e = None
+        if self.labels is not None and "label" in cond:
+            label = cond["label"]
+            e = self.labels[i](label.clamp(min=0)) * (label >= 0)[:, None]
+        if self.texts is not None and "text" in cond:
+            text = cond["text"].to(dtype)                                                   # (B, L, D)
+            mask = cond.get("text_mask", text.new_ones(text.shape[:2])).to(dtype)[..., None]
+            told = self.texts[i]((text * mask).sum(1) / mask.sum(1).clamp(min=1))
+            e = told if e is None else e + told
+        return e
 
 
 class UNetHead(Heads):
@@ -49,7 +91,7 @@ class UNetHead(Heads):
         while max(h, w) > 4:
             layers += [nn.Conv2d(c, c, 4, stride=2, padding=1), group_norm(c), nn.SiLU()]
             h, w = h // 2, w // 2
-        return nn.Sequential(*layers, nn.Conv2d(c, c, (h, w)), group_norm(c), nn.SiLU(), nn.Conv2d(c, 1, 1))
+        return Head(*layers, nn.Conv2d(c, c, (h, w)), group_norm(c), nn.SiLU(), nn.Conv2d(c, 1, 1))
 
 
 class ImageDiTHead(Heads):
@@ -59,13 +101,15 @@ class ImageDiTHead(Heads):
     @staticmethod
     def head(c, h, w):
         half = nn.Conv2d(c, c // 2, 4, stride=2, padding=1), group_norm(c // 2), nn.LeakyReLU(0.2)
-        return nn.Sequential(*half, nn.Conv2d(c // 2, 1, 1), nn.AdaptiveAvgPool2d(1))
+        return Head(*half, nn.Conv2d(c // 2, 1, 1))
 
 
-def make_head(net, taps):
-    """The discriminator for features of `net` at these taps, of the kind that suits the net."""
+def make_head(net, taps, cond=False):
+    """The discriminator for features of `net` at these taps, of the kind that suits the net; with cond it
+    sees the net's conditions."""
     kinds = dict(unet=UNetHead, image_dit=ImageDiTHead)
-    return kinds[getattr(net, "head_kind", "unet")](net.tap_shapes(taps))
+    sees = dict(label_dim=getattr(net, "label_dim", 0), text_dim=getattr(net, "text_dim", 0)) if cond else {}
+    return kinds[getattr(net, "head_kind", "unet")](net.tap_shapes(taps), **sees)
 
 
 class DensityRatio(nn.Module):
