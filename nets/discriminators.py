@@ -6,29 +6,21 @@ from common import BadInput, all_mean
 
 
 def group_norm(channels):
-    """GroupNorm with the largest divisor of channels up to min(32, channels / 4) as group count.
-
-    As FastGen's for up to 32 and from 128 channels. Between, FastGen may put 2 channels in a group, which
-    on a 1x1 map leaves only the sign of their difference.
-    """
+    """GroupNorm with the largest divisor of channels up to min(32, channels / 4) as group count. Between 32
+    and 128 FastGen may put 2 in a group, which on a 1x1 map leaves only the sign of their difference."""
     most = min(32, max(1, channels // 4))
     return nn.GroupNorm(max(g for g in range(1, most + 1) if channels % g == 0), channels)
 
 
 class UNetHead(nn.Module):
-    """One convolutional head per feature map (C, H, W) of a U-Net; C and size may differ from map to map.
-
-    A head halves the map down to 4x4, takes what is left to 1x1 in one convolution, and ends in one logit.
-    """
+    """One convolutional head per feature map (C, H, W) of a U-Net, of any C and size: it halves the map down
+    to 4x4, takes what is left to 1x1 in one convolution, and ends in one logit."""
     optional = ()
 
     def __init__(self, tap_shapes):
         super().__init__()
         self.shapes = [tuple(shape) for shape in tap_shapes]
         self.discriminator_heads = nn.ModuleList(self.head(*shape) for shape in self.shapes)
-        # wrap units for sharding; a small discriminator has none and is replicated
-        big = sum(p.numel() for p in self.parameters()) >= 1e6
-        self.blocks = [f"discriminator_heads.{i}" for i in range(len(self.shapes))] if big else []
 
     @staticmethod
     def head(c, h, w):
@@ -41,8 +33,8 @@ class UNetHead(nn.Module):
     def forward(self, features):
         """features: list of (B, C, H, W) in the order of tap_shapes -> logits (B, heads)."""
         if [tuple(x.shape[1:]) for x in features] != self.shapes:
-            raise BadInput(f"features {[tuple(x.shape) for x in features]} do not fit a discriminator built "
-                           f"for {self.shapes}; build it with the net's tap_shapes(taps)")
+            raise BadInput(f"features {[tuple(x.shape) for x in features]} for a discriminator built for "
+                           f"{self.shapes}; build it with the net's tap_shapes(taps)")
         dtype = self.discriminator_heads[0][-1].weight.dtype
         logits = [head(x.to(dtype)).flatten(1) for head, x in zip(self.discriminator_heads, features)]
         return torch.cat(logits, dim=1)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from common import BadInput
+from common import BadInput, expand
 
 sizes = dict(
     cifar10=dict(x_shape=(3, 32, 32), label_dim=10, augment_dim=9, width=128, mult=(2, 2, 2), blocks=4,
@@ -24,10 +24,9 @@ sizes = dict(
 )
 
 
-def make(size, /, label_dim=None, augment_dim=None, r=False, logvar=False, dropout=0.0):
-    """Net of a named size; label_dim None keeps the size's own (0: unconditional), augment_dim likewise."""
-    given = {k: v for k, v in dict(label_dim=label_dim, augment_dim=augment_dim).items() if v is not None}
-    return EDM(**sizes[size] | given, r=r, logvar=logvar, dropout=dropout)
+def make(size, /, **options):
+    """Net of a named size; options (those of `EDM` and `UNet`) override its entry."""
+    return EDM(**sizes[size] | options)
 
 
 # How weights start: (distribution, factor on weights, factor on biases), as published with Karras 2022.
@@ -49,18 +48,13 @@ def draw(weight, bias, init):
         bias.uniform_(-bound * bias_scale, bound * bias_scale)
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     def __init__(self, cin, cout, init, bias=True):
-        super().__init__()
-        self.init, self.weight = init, nn.Parameter(torch.empty(cout, cin))
-        self.bias = nn.Parameter(torch.empty(cout)) if bias else None
-        self.reset_parameters()
+        self.init = init  # first, as nn.Linear draws
+        super().__init__(cin, cout, bias)
 
     def reset_parameters(self):
         draw(self.weight, self.bias, self.init)
-
-    def forward(self, x):
-        return F.linear(x, self.weight, self.bias)
 
 
 class Conv(nn.Module):
@@ -187,7 +181,7 @@ class UNet(nn.Module):
         super().__init__()
         (channels, size, _), init, emb = x_shape, ADM if adm else SONG, width * emb_mult
         self.adm, self.label_dim, self.noise = adm, label_dim, width * noise_mult
-        total = self.noise * (2 if r else 1)
+        total = self.noise * (1 + r)
         self.map_noise = TimeEmbedding(self.noise, not adm, fourier)
         if label_dim and adm:
             self.map_label = Linear(label_dim, emb, ("normal", math.sqrt(label_dim), 0), bias=False)
@@ -315,17 +309,16 @@ class EDM(nn.Module):
         self.tap_shapes(taps)
         dtype, s = self.model.map_layer0.weight.dtype, self.sigma_data
         label = cond.get("label", torch.full_like(t, -1))
-        wide, wide_t = (torch.promote_types(torch.float32, d) for d in (x_t.dtype, dtype))
         if self.label_dim and label.device.type == "cpu" and (label >= self.label_dim).any():
             raise BadInput(f"label {int(label.max())} is not below the net's label_dim {self.label_dim}")
         label = (label[:, None] == torch.arange(self.label_dim, device=t.device)).to(dtype)  # -1: a zero row
-        # the coefficients are computed in t's precision and applied in at least float32: (B, 1, 1, 1)
+        # the coefficients are computed in t's precision and applied in at least float32
         var = t ** 2 + s ** 2
-        c_in, c_skip, c_out = (c.to(wide)[:, None, None, None]
-                               for c in (var.rsqrt(), s ** 2 / var, t * s * var.rsqrt()))
-        c_noise = [(c.clamp(min=1e-6).log() / 4).to(wide_t) for c in (t, r) if c is not None]
-        x_t, augment, taps = x_t.to(wide), cond.get("augment"), set(taps)
+        c_in, c_skip, c_out = (expand(c, x_t) for c in (var.rsqrt(), s ** 2 / var, t * s * var.rsqrt()))
+        wide = torch.promote_types(torch.float32, dtype)
+        c_noise = [(c.clamp(min=1e-6).log() / 4).to(wide) for c in (t, r) if c is not None]
+        x_t, augment, taps = x_t.to(c_in.dtype), cond.get("augment"), set(taps)
         f, features, u = self.model((c_in * x_t).to(dtype), c_noise, label, augment, taps, stop, logvar)
-        out = {} if f is None else dict(out=c_skip * x_t + c_out * f.to(wide))
+        out = {} if f is None else dict(out=c_skip * x_t + c_out * f.to(x_t.dtype))
         out |= (dict(taps=features) if taps else {}) | (dict(logvar=u) if logvar else {})
         return out if taps or logvar else out["out"]
