@@ -79,11 +79,11 @@ def load(cfg, split="train"):
 class Images:
     """Images by name, as read(name) gives them: (C, H, W), uint8 or float32 in [-1, 1]; labels or None."""
 
-    def __init__(self, source, names, read, label, classes, split):
+    def __init__(self, path, names, read, label, classes, split):
         if not names:
-            raise BadInput(f"{source} holds no images (looked for {' '.join(suffixes)})")
-        self.source, self.names, self.read, self.split, self.shape = source, names, read, split, None
-        self.label, self.classes = check_labels(label, names, classes, source)
+            raise BadInput(f"{path} holds no images (looked for {' '.join(suffixes)})")
+        self.path, self.names, self.read, self.split, self.shape = path, names, read, split, None
+        self.label, self.classes = check_labels(label, names, classes, path)
         for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
             self.get(i)  # finds most mistakes before training starts; the first one sets the shape
 
@@ -92,29 +92,29 @@ class Images:
 
     def get(self, index):
         name = self.names[index]
-        with reading(f"{self.source}: image {name}"):
+        with reading(f"{self.path}: image {name}"):
             image = self.read(name)
         self.shape = self.shape or image.shape
         (c, h, w), (c0, h0, w0) = image.shape, self.shape
         if (h, w) != (h0, w0) or c > c0:
-            raise BadInput(f"{self.source}: {name} is {w}x{h} with {c} channels, but the first image, "
+            raise BadInput(f"{self.path}: {name} is {w}x{h} with {c} channels, but the first image, "
                            f"{self.names[0]}, is {w0}x{h0} with {c0}; a set has one size, no colours if "
                            "the first is grey: convert one of them")
         return image if c == c0 else np.broadcast_to(image, self.shape), int(self.label[index])
 
 
-def check_labels(label, names, classes, source):
+def check_labels(label, names, classes, path):
     """-> int64 labels (-1 where there are none), number of classes."""
     if classes > 0 and label is None:
-        raise BadInput(f"{source} has no labels, the nets are built for {classes} classes; use --classes 0")
+        raise BadInput(f"{path} has no labels, the nets are built for {classes} classes; use --classes 0")
     if classes == 0 or label is None:
         return np.full(len(names), -1), 0
     if len(label) != len(names):
-        raise BadInput(f"{source} has {len(names)} images but {len(label)} labels")
+        raise BadInput(f"{path} has {len(names)} images but {len(label)} labels")
     limit = classes if classes > 0 else 10 ** 6
     for name, value in zip(names, label):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 0 <= value < limit:
-            raise BadInput(f"{source}: the label of image {name} is {value!r}; with --classes {classes} they "
+            raise BadInput(f"{path}: the label of image {name} is {value!r}; with --classes {classes} they "
                            f"are integers from 0 to {limit - 1}")
     label = np.asarray(label, np.int64)
     return label, classes if classes > 0 else int(label.max()) + 1
@@ -205,39 +205,32 @@ def npz(path):
 
 # ---------------------------------------------------------------- a teacher's pairs
 
-class Pairs:
+class Pairs(Images):
     """Samples x0 and the states x on the teacher's way there: mapped files, of a store copies in memory."""
 
     def __init__(self, path, cfg, split):
-        self.path, self.split, self.meta, classes = path, split, pairs_meta(path), cfg.get("classes", -1)
+        self.meta, classes = pairs_meta(path), cfg.get("classes", -1)
         if not self.meta:
             raise BadInput(f"{path} has no meta.json of tools/make_pairs.py, so no pairs")
         if cfg.get("xflip") or cfg.get("augment"):
             raise BadInput(f"{path} holds pairs, which --xflip and --augment would part; leave those out")
-        n, t, self.shape = self.meta["pairs"], self.meta["path_t"][0], tuple(self.meta["shape"])
+        n, t, label = (self.meta[key] for key in ("pairs", "path_t", "labels"))
         self.shards = [pairs_shard(path, self.meta, k) for k in range(-(-n // self.meta["shard"]))]
-        std, sigma = self.shards[0][:256, 0].std(), float(alpha_sigma(self.meta["schedule"], t)[1])
+        std, sigma = self.shards[0][:256, 0].std(), float(alpha_sigma(self.meta["schedule"], t[0])[1])
         if abs(std / sigma - 1) > 0.1:
             raise BadInput(f"{path}: the noise has a standard deviation of {std:.3g}, not {sigma:.3g} as at "
-                           f"t = {t:g}; states are stored as the nets see them, sigma z: make the pairs anew")
-        held = max(n // 20, 1)
-        self.ids = range(n - held) if split == "train" else range(n - held, n)
-        classes = self.meta["classes"] if classes < 0 else classes
-        label, self.classes = check_labels(self.meta["labels"], range(n), classes, path)
-        self.label, self.about = label[self.ids], dict(pairs_of=self.meta["data"])
+                           f"t = {t[0]:g}; states are stored as nets see them, sigma z: make the pairs anew")
+        held, self.about = max(n // 20, 1), dict(pairs_of=self.meta["data"])
+        ids = range(n - held) if split == "train" else range(n - held, n)
+        super().__init__(path, ids, lambda i: self.row(i)[-1], label and label[ids.start:ids.stop],
+                         self.meta["classes"] if classes < 0 else classes, split)
 
-    def __len__(self):
-        return len(self.ids)
-
-    def row(self, index):
-        shard, at = divmod(self.ids[index], self.meta["shard"])
+    def row(self, i):
+        shard, at = divmod(i, self.meta["shard"])
         return np.array(self.shards[shard][at])                                 # (P + 1, C, H, W)
 
-    def get(self, index):
-        return self.row(index)[-1], int(self.label[index])
-
-    def states(self, ids):
-        path = torch.from_numpy(np.stack([self.row(i)[:-1] for i in ids]))      # (b, P, C, H, W)
+    def states(self, indices):
+        path = torch.from_numpy(np.stack([self.row(self.names[i])[:-1] for i in indices]))  # (b, P, C, H, W)
         return dict(path=path, path_t=torch.tensor(self.meta["path_t"], dtype=torch.float64))
 
 
