@@ -68,14 +68,14 @@ class Conv(nn.Module):
         self.k, self.init, self.up, self.taps, self.fused = k, init, up, resample, fused
         self.weight = nn.Parameter(torch.empty(cout, cin, k, k)) if k else None
         self.bias = nn.Parameter(torch.empty(cout)) if k else None
-        if up or down:
-            self.register_buffer("resample_filter", torch.empty(1, 1, len(resample), len(resample)))
+        n = len(resample)
+        self.register_buffer("resample_filter", torch.empty(1, 1, n, n) if up or down else None)
         self.reset_parameters()
 
     def reset_parameters(self):
         if self.k:
             draw(self.weight, self.bias, self.init)
-        if hasattr(self, "resample_filter"):
+        if self.resample_filter is not None:
             v = torch.tensor(self.taps, dtype=torch.float32, device="cpu")
             self.resample_filter.copy_(torch.outer(v, v) / v.sum() ** 2)
 
@@ -88,8 +88,7 @@ class Conv(nn.Module):
         pad = (len(self.taps) - 1) // 2
         if self.fused:
             return self.resample(F.conv2d(x, self.weight, self.bias, padding=self.k // 2 + pad), 0)
-        if hasattr(self, "resample_filter"):
-            x = self.resample(x, pad)
+        x = x if self.resample_filter is None else self.resample(x, pad)
         return F.conv2d(x, self.weight, self.bias, padding=self.k // 2) if self.k else x
 
 
@@ -203,9 +202,9 @@ class UNet(nn.Module):
                 self.enc[f"{res}x{res}_conv"] = Conv(channels, c, 3, init)
             else:
                 self.enc[f"{res}x{res}_down"] = Block(c, c, **down, **kw)
-                if residual:
-                    self.enc[f"{res}x{res}_aux_residual"] = Conv(aux, c, 3, init, fused=True, **down)
-                    aux = c
+            if level > 0 and residual:
+                self.enc[f"{res}x{res}_aux_residual"] = Conv(aux, c, 3, init, fused=True, **down)
+                aux = c
             skips.append(c)
             for i in range(blocks):
                 self.enc[f"{res}x{res}_block{i}"] = Block(c, width * m, attn=res in attn, **kw)
@@ -270,8 +269,8 @@ class EDM(nn.Module):
 
     def __init__(self, x_shape, label_dim=0, augment_dim=0, sigma_data=0.5, r=False, logvar=False, **unet):
         super().__init__()
-        self.x_shape, self.sigma_data, self.label_dim, self.r = x_shape, sigma_data, label_dim, r
-        self.augment_dim = augment_dim
+        self.x_shape, self.sigma_data, self.r = x_shape, sigma_data, r
+        self.label_dim, self.augment_dim = label_dim, augment_dim
         self.model = UNet(x_shape, label_dim, augment_dim, r=r, logvar=logvar, **unet)
         self.n_taps = len(self.model.tap_shapes)
         self.blocks = [name for name, m in self.named_modules() if isinstance(m, Block)]
@@ -280,7 +279,7 @@ class EDM(nn.Module):
     def tap_shapes(self, taps):
         """Shapes (C, H, W) of the features that a call with these taps returns, in ascending tap order."""
         if bad := [k for k in taps if k not in range(self.n_taps)]:
-            raise BadInput(f"tap {bad[0]} does not exist in this net; its taps are 0 to {self.n_taps - 1}")
+            raise BadInput(f"edm: taps go from 0 to {self.n_taps - 1}, not {bad}")
         return [self.model.tap_shapes[k] for k in sorted(set(taps))]
 
     def adapt(self, key, tensor):
@@ -302,8 +301,7 @@ class EDM(nn.Module):
         if skip or start or cache is not None or write:
             raise BadInput("edm nets have no skip, start, cache or write; leave them out")
         if (r is not None) != self.r:
-            raise BadInput("this net was built with r=True and needs r in every call" if self.r else
-                           "r was given to a net built without it; build the net with r=True")
+            raise BadInput("an edm net built with r=True needs r in every call, another takes none")
         if logvar and not hasattr(self.model, "logvar_linear"):
             raise BadInput("logvar was asked of a net built without the head; build the net with logvar=True")
         self.tap_shapes(taps)
@@ -312,13 +310,14 @@ class EDM(nn.Module):
         if self.label_dim and label.device.type == "cpu" and (label >= self.label_dim).any():
             raise BadInput(f"label {int(label.max())} is not below the net's label_dim {self.label_dim}")
         label = (label[:, None] == torch.arange(self.label_dim, device=t.device)).to(dtype)  # -1: a zero row
-        # the coefficients are computed in t's precision and applied in at least float32
-        var = t ** 2 + s ** 2
+        # coefficients are computed in t's precision and applied in at least float32
+        var, wide = t ** 2 + s ** 2, torch.promote_types(torch.float32, dtype)
         c_in, c_skip, c_out = (expand(c, x_t) for c in (var.rsqrt(), s ** 2 / var, t * s * var.rsqrt()))
-        wide = torch.promote_types(torch.float32, dtype)
         c_noise = [(c.clamp(min=1e-6).log() / 4).to(wide) for c in (t, r) if c is not None]
         x_t, augment, taps = x_t.to(c_in.dtype), cond.get("augment"), set(taps)
         f, features, u = self.model((c_in * x_t).to(dtype), c_noise, label, augment, taps, stop, logvar)
-        out = {} if f is None else dict(out=c_skip * x_t + c_out * f.to(x_t.dtype))
-        out |= (dict(taps=features) if taps else {}) | (dict(logvar=u) if logvar else {})
-        return out if taps or logvar else out["out"]
+        asked = (dict(taps=features) if taps else {}) | (dict(logvar=u) if logvar else {})
+        if f is None:
+            return asked
+        out = c_skip * x_t + c_out * f.to(x_t.dtype)
+        return dict(asked, out=out) if asked else out

@@ -38,6 +38,6 @@ def conditions(labels, cfg, device):
     if classes == 0:
         labels = torch.full_like(labels, -1)
     elif classes > 0 and len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise BadInput(f"classes go from 0 to {classes - 1} (-1 = none), not {labels.min()} to {labels.max()}")
+        raise BadInput(f"classes are 0 to {classes - 1} (-1 = none), not {labels.min()} to {labels.max()}")
     labels = labels.to(device, non_blocking=True)
     return dict(label=labels), dict(label=torch.full_like(labels, -1))

@@ -101,14 +101,14 @@ class Toy(nn.Module):
     """frames = 0: images; chunk = 0: not causal; text_dim > 0: uses cond["text"] (B, L, text_dim) and, if
     there, text_mask (B, L); r: takes a second time; logvar: has the log-variance head."""
     def __init__(self, channels=1, size=8, frames=0, chunk=0, schedule="edm", pred="x0", sigma_data=0.5,
-                 label_dim=None, text_dim=0, r=False, logvar=False, dropout=0.0, dim=24, heads=2, depth=2):
+                 label_dim=0, text_dim=0, r=False, logvar=False, dropout=0.0, dim=24, heads=2, depth=2):
         super().__init__()
         if dim % (6 * heads) or size % 2 or depth < 1 or chunk and not frames:
             raise BadInput(f"toy: dim {dim} must be a multiple of 6 x heads = {6 * heads}, size {size} even, "
                            f"depth {depth} at least 1, and chunk {chunk} needs frames > 0 (now {frames})")
         self.schedule, self.pred, self.sigma_data, self.chunk = schedule, pred, sigma_data, chunk
         self.x_shape = (channels, frames, size, size) if frames else (channels, size, size)
-        self.dim, self.heads, self.label_dim, self.text_dim = dim, heads, label_dim or 0, text_dim
+        self.dim, self.heads, self.label_dim, self.text_dim = dim, heads, label_dim, text_dim
         self.blocks = [f"layers.{i}" for i in range(depth)]
         self.optional, self.n_taps = ("r_embed.", "logvar_head."), depth
 
@@ -125,7 +125,7 @@ class Toy(nn.Module):
     def tap_shapes(self, taps):
         """Shapes (D, [F,] H/2, W/2) of these taps, outputs of those blocks, in ascending order."""
         if bad := {*taps} - {*range(self.n_taps)}:
-            raise BadInput(f"taps {bad} do not exist in this net; its taps are 0 to {self.n_taps - 1}")
+            raise BadInput(f"toy: taps and skip go from 0 to {self.n_taps - 1}, not {bad}")
         *frames, height, width = self.x_shape[1:]
         return [(self.dim, *frames, height // 2, width // 2) for _ in set(taps)]
 
@@ -186,11 +186,10 @@ class Toy(nn.Module):
         return dict(result, out=out) if result else out
 
     def check(self, r, taps, stop, logvar, skip, start, cache, write):
+        self.tap_shapes((*taps, *skip))
         for sentence, wrong in {
             "a net built with r=True needs r, another takes none": (r is None) != (self.r_embed is None),
             "logvar needs a net built with logvar=True": logvar and self.logvar_head is None,
-            f"taps {taps} or skip {skip} beyond blocks 0 to {len(self.layers) - 1}":
-                not {*taps, *skip} <= {*range(len(self.layers))},
             "stop needs taps, and comes before the cache is whole": stop and (write or not taps),
             "start, cache and write need a causal net (chunk > 0)":
                 not self.chunk and (start or cache is not None or write),
