@@ -281,6 +281,12 @@ def test_the_image_goes_on_mirrored_beyond_its_edges_and_an_oblong_one_turns_abo
     y = one("rotate_frac", 1.0, x=x)[0]
     assert torch.allclose(y[..., 14:35], x[..., 14:35], atol=0.01)  # further out lie mirror images
 
+def test_an_image_is_scaled_before_it_is_moved():
+    s, draws = 2 ** 0.3, torch.tensor([[[1.5, 0], [0.5, -1.0]]])
+    y, labels = augment.apply(bump(5, 2), draws, ("scale", "translate_frac"))
+    assert torch.allclose(y, bump(5 * s + 49 / 16, 2 * s - 49 / 8, (6 * s, 4 * s)), rtol=0, atol=0.01)
+    assert labels.tolist() == [[1.5, 0.5, -1.0]]
+
 def test_colours_of_a_grey_image_are_the_mean_of_its_rgb_copys():
     grey, ops = torch.rand(4, 1, 4, 4) * 2 - 1, ("brightness", "contrast", "lumaflip", "hue", "saturation")
     draws = drawn(4, 1.0, ops)
