@@ -128,9 +128,18 @@ class Runs:
         return self.call
 
 @pytest.fixture
+def convert(monkeypatch, tmp_path, capsys):
+    """Runs the script in a folder of its own; -> what it printed."""
+    monkeypatch.chdir(tmp_path)
+    def run_script(*argv):
+        monkeypatch.setattr(sys, "argv", ["convert_edm.py", *argv])
+        runpy.run_path(convert_edm.__file__, run_name="__main__")
+        return capsys.readouterr().out
+    return run_script
+
+@pytest.fixture
 def reference(monkeypatch, tmp_path):
     """(network as in NVIDIA's releases, files that exist only if something of the pickle was run)."""
-    monkeypatch.chdir(tmp_path)
     flags = [tmp_path / name for name in ("os.system", "eval", "module_src")]
     def _reconstruct_persistent_obj(meta):
         exec(meta.module_src, {})
@@ -157,23 +166,17 @@ def reference(monkeypatch, tmp_path):
     net.more = [Runs(eval, f"open({str(flags[1])!r}, 'w')")]
     return net, flags
 
-def convert(monkeypatch, capsys, *argv):
-    monkeypatch.setattr(sys, "argv", ["convert_edm.py", *argv])
-    runpy.run_path(convert_edm.__file__, run_name="__main__")
-    return capsys.readouterr().out
-
 @pytest.mark.parametrize("protocol, wrap, target", [
     (3, lambda net: dict(loss_fn=net.evil, ema=net, model=None), "net.pth"), (4, lambda net: net, "net.pth"),
     (5, lambda net: dict(ema=net), "net.safetensors")])
-def test_converted_weights_equal_the_state_dict_and_nothing_is_run(
-        reference, monkeypatch, capsys, protocol, wrap, target):
+def test_converted_weights_equal_the_state_dict_and_nothing_runs(reference, convert, protocol, wrap, target):
     net, flags = reference
     Path("net.pkl").write_bytes(pickle.dumps(wrap(net), protocol))
     Path("deep.pkl").write_bytes(pickle.dumps(      # a trap in a storage's bytes
         Runs(torch.storage._load_from_bytes, pickle.dumps(net.more[0]))))
     with pytest.raises(BadInput, match="deep.pkl is not readable"):
         convert_edm.read("deep.pkl")
-    said = convert(monkeypatch, capsys, "net.pkl", target)
+    said = convert("net.pkl", target)
     assert f"{target}: 5 tensors" in said
     assert all(name in said for name in (f"{os.system.__module__}.system", "builtins.eval"))
     weights = torch.load(target) if target == "net.pth" else load_file(target)
@@ -191,12 +194,10 @@ def test_converted_weights_equal_the_state_dict_and_nothing_is_run(
     ("trap.pkl", pickle.dumps(Runs(os.getcwd, None)), "out.pth", "trap.pkl holds no network"),
     ("net.pkl", pickle.dumps({}), "out.bin", "out.bin must be a .pth or .safetensors"),
     ("net.pkl", pickle.dumps({}), "nowhere/out.pth", "existing folder")])
-def test_what_cannot_be_converted_is_one_sentence_and_exit_2(
-        monkeypatch, tmp_path, capsys, name, content, target, message):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_converted_is_one_sentence_and_exit_2(convert, capsys, name, content, target, message):
     if content is not None:
         Path(name).write_bytes(content)
     with pytest.raises(SystemExit) as stop:
-        convert(monkeypatch, capsys, name, target)
+        convert(name, target)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and message in error and error.count("\n") == 1 and not Path(target).exists()
