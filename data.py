@@ -24,7 +24,7 @@ import threading
 import zipfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -39,6 +39,17 @@ root = Path(__file__).resolve().parent
 suffixes = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
+@contextmanager
+def reading(what):
+    """Any error inside is BadInput: pillow, zipfile, json, numpy raise about anything on a damaged file."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(f"{what} cannot be read ({type(error).__name__}: {error}); replace it") from error
+
+
 # ---------------------------------------------------------------- data sets
 
 def load(cfg, split="train"):
@@ -50,76 +61,29 @@ def load(cfg, split="train"):
     """
     key = "val_data" if split == "val" and cfg.get("val_data") else "data"
     source, classes = cfg[key], cfg.get("classes", -1)
-    if classes < -1:
-        raise BadInput(f"--classes {classes} must be -1 (those of the data), 0 (no labels) or more")
     if source == "digits":
-        with np.load(root / "assets" / "digits.npz") as file:
-            keep = file[split]
-            image, label = file["image"][keep], file["label"][keep]
-        return Arrays(image[:, None].astype(np.float32) / 8 - 1, label, classes, split, source)
-    if "://" in source:
-        return Pairs(files.place(source), cfg, split)
-    path = next((p for p in (Path(source), root / source) if source and os.path.exists(p)), None)
-    if path is None:
-        raise BadInput(f"--{key} {source or repr(source)} does not exist, neither in {os.getcwd()} nor beside "
-                       "data.py; give a folder of images, a .zip, an .npz, digits" + (
-                           "" if "." in source else ", or a teacher's pairs (`torchrun tools/make_pairs.py "
-                           f"--out {source}` makes them for the digits)"))
-    if path.is_dir():
-        if pairs_meta(path):
-            return Pairs(path, cfg, split)
-        names = sorted((Path(folder) / name).relative_to(path).as_posix()
-                       for folder, _, files in os.walk(path, followlinks=True) for name in files)
-        return Files(path, names, lambda name: (path / name).read_bytes(), classes, split)
-    if zipfile.is_zipfile(path) and path.suffix == ".zip":
-        archive, lock = zipfile.ZipFile(path), threading.Lock()
-
-        def read(name):
-            with lock:  # a ZipFile has one file position, so threads must take turns
-                return archive.read(name)
-        return Files(path, sorted(archive.namelist()), read, classes, split)
-    if path.suffix == ".npz":
-        return load_npz(path, classes, split)
-    raise BadInput(f"--{key} {source} is neither a folder, a readable .zip, an .npz nor digits")
+        return Images(source, *digits(split), classes, split)
+    path, url = files.place(source), "://" in source
+    if not url and not os.path.exists(path):
+        raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, an .npz, digits "
+                       f"or pairs (`torchrun tools/make_pairs.py --out {source}` makes some)")
+    if url or pairs_meta(path):
+        return Pairs(path, cfg, split)
+    read = folder if path.is_dir() else {".zip": archive, ".npz": npz}.get(path.suffix)
+    if read is None:
+        raise BadInput(f"--{key} {source} is neither a folder, a .zip, an .npz nor digits")
+    with reading(path):
+        return Images(path, *read(path), classes, split)
 
 
-class Arrays:
-    """Images and labels in memory."""
+class Images:
+    """Images by name, as read(name) gives them: (C, H, W), uint8 or float32 in [-1, 1]; labels or None."""
 
-    def __init__(self, image, label, classes, split, source):
-        if len(image) == 0:
-            raise BadInput(f"{source} holds no images")
-        self.image, self.split, self.shape = image, split, image.shape[1:]
-        names = [f"image {i}" for i in range(len(image))]
-        self.label, self.classes = check_labels(label, names, classes, source)
-
-    def __len__(self):
-        return len(self.image)
-
-    def get(self, index):
-        return self.image[index], int(self.label[index])
-
-
-class Files:
-    """Image files, listed and sampled here, each decoded when it is asked for."""
-
-    def __init__(self, path, names, read, classes, split):
-        self.path, self.read, self.split, self.shape = path, read, split, None
-        self.names = [n for n in names if n.lower().endswith(suffixes)
-                      and not any(part.startswith((".", "__MACOSX")) for part in n.split("/"))]
-        if not self.names:
+    def __init__(self, path, names, read, label, classes, split):
+        if not names:
             raise BadInput(f"{path} holds no images (looked for {' '.join(suffixes)})")
-        label, tops = None, sorted({n.split("/")[0] for n in self.names if "/" in n})
-        if "dataset.json" in names:
-            label = json_labels(read, self.names, f"{path}/dataset.json")
-        elif path.is_dir() and len(tops) > 1:
-            loose = [n for n in self.names if "/" not in n]
-            if loose:
-                raise BadInput(f"{path}: {loose[0]} lies in no class folder such as {tops[0]}; "
-                               "move it into one, or label all files in dataset.json")
-            number = {top: i for i, top in enumerate(tops)}
-            label = [number[n.split("/")[0]] for n in self.names]
-        self.label, self.classes = check_labels(label, self.names, classes, path)
+        self.path, self.names, self.read, self.split, self.shape = path, names, read, split, None
+        self.label, self.classes = check_labels(label, names, classes, path)
         for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
             self.get(i)  # finds most mistakes before training starts; the first one sets the shape
 
@@ -128,56 +92,151 @@ class Files:
 
     def get(self, index):
         name = self.names[index]
-        image = decode_file(lambda: self.read(name), f"{self.path}/{name}")     # (1 or 3, H, W) uint8
-        if self.shape is None:
-            self.shape = image.shape
-        if image.shape[1:] != self.shape[1:]:
-            (h, w), (h0, w0) = image.shape[1:], self.shape[1:]
-            raise BadInput(f"{self.path}: {name} is {w}x{h} but {self.names[0]} is {w0}x{h0}; all images of "
-                           "a set must have one size, resize them first")
-        if len(image) > self.shape[0]:
-            raise BadInput(f"{self.path}: {name} is in colour but the first file, {self.names[0]}, is grey; "
-                           "convert one of them")
-        return np.broadcast_to(image, self.shape), int(self.label[index])
+        with reading(f"{self.path}: image {name}"):
+            image = self.read(name)
+        self.shape = self.shape or image.shape
+        (c, h, w), (c0, h0, w0) = image.shape, self.shape
+        if (h, w) != (h0, w0) or c > c0:
+            raise BadInput(f"{self.path}: {name} is {w}x{h} with {c} channels, but the first image, "
+                           f"{self.names[0]}, is {w0}x{h0} with {c0}; a set has one size, no colours if "
+                           "the first is grey: convert one of them")
+        return image if c == c0 else np.broadcast_to(image, self.shape), int(self.label[index])
 
 
-class Pairs:
+def check_labels(label, names, classes, path):
+    """-> int64 labels (-1 where there are none), number of classes."""
+    if classes > 0 and label is None:
+        raise BadInput(f"{path} has no labels, the nets are built for {classes} classes; use --classes 0")
+    if classes == 0 or label is None:
+        return np.full(len(names), -1), 0
+    if len(label) != len(names):
+        raise BadInput(f"{path} has {len(names)} images but {len(label)} labels")
+    limit = classes if classes > 0 else 10 ** 6
+    for name, value in zip(names, label):
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 0 <= value < limit:
+            raise BadInput(f"{path}: the label of image {name} is {value!r}; with --classes {classes} they "
+                           f"are integers from 0 to {limit - 1}")
+    label = np.asarray(label, np.int64)
+    return label, classes if classes > 0 else int(label.max()) + 1
+
+
+# ---------------------------------------- formats: path -> (names, read(name) -> image, labels or None)
+
+def digits(split):
+    with np.load(root / "assets" / "digits.npz") as file:
+        keep = file[split]
+        image, label = file["image"][keep][:, None].astype(np.float32) / 8 - 1, file["label"][keep]
+    return range(len(image)), image.__getitem__, label
+
+
+def folder(path):
+    every = sorted((Path(where) / name).relative_to(path).as_posix()
+                   for where, _, found in os.walk(path, followlinks=True) for name in found)
+    names, read, label = image_files(path, every, lambda name: (path / name).read_bytes())
+    tops = sorted({name.split("/")[0] for name in names if "/" in name})
+    if "dataset.json" in every or len(tops) < 2:
+        return names, read, label
+    if loose := [name for name in names if "/" not in name]:
+        raise BadInput(f"{path}: {loose[0]} lies in no class folder such as {tops[0]}; move it into one, or "
+                       "label all files in dataset.json")
+    number = {top: i for i, top in enumerate(tops)}
+    return names, read, [number[name.split("/")[0]] for name in names]
+
+
+def archive(path):
+    zipped, lock = zipfile.ZipFile(path), threading.Lock()
+
+    def content(name):
+        with lock:  # a ZipFile has one file position, so threads must take turns
+            return zipped.read(name)
+    return image_files(path, sorted(zipped.namelist()), content)
+
+
+def image_files(path, every, content):
+    """The images among the files `every`, content(name) being the bytes of one; labels by dataset.json."""
+    names, label = [name for name in every if name.lower().endswith(suffixes) and not any(
+        part.startswith((".", "__MACOSX")) for part in name.split("/"))], None
+    if "dataset.json" in every:
+        with reading(f'{path}/dataset.json, {{"labels": [[file name, class], ...]}} or {{"labels": null}},'):
+            table = dict(json.loads(content("dataset.json")).get("labels") or ())
+        if table and (apart := sorted(table.keys() ^ set(names))):
+            raise BadInput(f"{path}: {apart[0]} is among the images or in dataset.json, but not in both, as "
+                           f"{len(apart)} names; label all or none, by paths relative to dataset.json with /")
+        label = [table[name] for name in names] if table else None
+    return names, lambda name: decode(content(name)), label
+
+
+def decode(content):
+    """Bytes of an image file -> uint8 (1 or 3, H, W); 16-bit grey is scaled by 1/257, not clipped."""
+    from PIL import Image, ImageOps
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    if image.mode.startswith("I"):  # 16-bit grey, which convert("L") would clip
+        return np.round(np.asarray(image).astype(np.float64) / 257).clip(0, 255).astype(np.uint8)[None]
+    grey = image.mode in ("1", "L", "LA", "La")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    array = np.asarray(image.convert("L" if grey else "RGB"))
+    return array[None] if grey else np.ascontiguousarray(array.transpose(2, 0, 1))
+
+
+def npz(path):
+    with np.load(path) as file:
+        image = next((file[k] for k in ("image", "images", "x", "arr_0") if k in file), None)
+        label = next((file[k] for k in ("label", "labels", "y") if k in file), None)
+        keys = ", ".join(file)
+    if image is None:
+        raise BadInput(f"{path} has the arrays {keys}, none of them image, images, x or arr_0")
+    if image.ndim == 3:
+        image = image[:, None]  # (N, 1, H, W)
+    first, last = [image.ndim == 4 and image.shape[d] in (1, 3) for d in (1, 3)]
+    if first == last:
+        raise BadInput(f"{path}: images of shape {image.shape} are neither (N, C, H, W) nor (N, H, W, C), "
+                       "C 1 or 3")
+    image = image if first else np.ascontiguousarray(image.transpose(0, 3, 1, 2))
+    if image.dtype != np.uint8 and image.size:
+        low, high = float(image.min()), float(image.max())
+        if image.dtype.kind != "f" or not (-1 <= low < 0 and high <= 1):  # NaN fails too
+            raise BadInput(f"{path}: images are {image.dtype} from {low:g} to {high:g}; store uint8, or "
+                           "floats in [-1, 1]: 2 x - 1 of images in [0, 1]")
+        image = image.astype(np.float32)
+    return range(len(image)), image.__getitem__, label
+
+
+# ---------------------------------------------------------------- a teacher's pairs
+
+class Pairs(Images):
     """Samples x0 and the states x on the teacher's way there: mapped files, of a store copies in memory."""
 
     def __init__(self, path, cfg, split):
-        self.path, self.split, self.meta = path, split, pairs_meta(path)
-        if not self.meta or cfg.get("xflip") or cfg.get("augment"):
-            raise BadInput(f"{path} holds pairs, which --xflip and --augment would part; leave those out"
-                           if self.meta else f"{path} has no meta.json of tools/make_pairs.py, so no pairs")
-        n, t, self.shape = self.meta["pairs"], self.meta["path_t"][0], tuple(self.meta["shape"])
+        self.meta, classes = pairs_meta(path), cfg.get("classes", -1)
+        if not self.meta:
+            raise BadInput(f"{path} has no meta.json of tools/make_pairs.py, so no pairs")
+        if cfg.get("xflip") or cfg.get("augment"):
+            raise BadInput(f"{path} holds pairs, which --xflip and --augment would part; leave those out")
+        n, t, label = (self.meta[key] for key in ("pairs", "path_t", "labels"))
         self.shards = [pairs_shard(path, self.meta, k) for k in range(-(-n // self.meta["shard"]))]
-        std, sigma = self.shards[0][:256, 0].std(), float(alpha_sigma(self.meta["schedule"], t)[1])
+        std, sigma = self.shards[0][:256, 0].std(), float(alpha_sigma(self.meta["schedule"], t[0])[1])
         if abs(std / sigma - 1) > 0.1:
             raise BadInput(f"{path}: the noise has a standard deviation of {std:.3g}, not {sigma:.3g} as at "
-                           f"t = {t:g}; states are stored as the nets see them, sigma z: make the pairs anew")
-        self.ids = range(n)[:-max(n // 20, 1)] if split == "train" else range(n)[-max(n // 20, 1):]
-        label, self.classes = check_labels(self.meta["labels"], range(n), cfg.get("classes", -1), path)
-        self.classes = self.meta["classes"] if cfg.get("classes", -1) < 0 else self.classes
-        self.label, self.about = label[self.ids], dict(pairs_of=self.meta["data"])
+                           f"t = {t[0]:g}; states are stored as nets see them, sigma z: make the pairs anew")
+        held, self.about = max(n // 20, 1), dict(pairs_of=self.meta["data"])
+        ids = range(n - held) if split == "train" else range(n - held, n)
+        super().__init__(path, ids, lambda i: self.row(i)[-1], label and label[ids.start:ids.stop],
+                         self.meta["classes"] if classes < 0 else classes, split)
 
-    def __len__(self):
-        return len(self.ids)
-
-    def row(self, index):
-        shard, at = divmod(self.ids[index], self.meta["shard"])
+    def row(self, i):
+        shard, at = divmod(i, self.meta["shard"])
         return np.array(self.shards[shard][at])                                 # (P + 1, C, H, W)
 
-    def get(self, index):
-        return self.row(index)[-1], int(self.label[index])
-
-    def states(self, ids):
-        path = torch.from_numpy(np.stack([self.row(i)[:-1] for i in ids]))      # (b, P, C, H, W)
+    def states(self, indices):
+        path = torch.from_numpy(np.stack([self.row(self.names[i])[:-1] for i in indices]))  # (b, P, C, H, W)
         return dict(path=path, path_t=torch.tensor(self.meta["path_t"], dtype=torch.float64))
 
 
 def pairs_meta(path):
     """What meta.json of tools/make_pairs.py says, or {} where there is none."""
-    with suppress(ValueError, TypeError, AttributeError):       # of no bytes, of another program
+    with suppress(OSError, ValueError, TypeError, AttributeError):  # no folder, no bytes, another program's
         meta = json.loads(files.read(path / "meta.json"))
         return meta if meta.keys() >= {"path_t", "pairs"} else {}
     return {}
@@ -194,96 +253,6 @@ def pairs_shard(path, meta, k):
     raise BadInput(f"{file} is missing or not whole; the command that made {path} makes the rest")
 
 
-def decode_file(read, name):
-    """read(): bytes of an image file -> uint8 (1 or 3, H, W); 16-bit grey is scaled by 1/257, not clipped."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise BadInput("reading image files needs pillow: pip install pillow") from error
-    try:
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(read())))
-        grey = image.mode in ("1", "L", "LA", "La") or image.mode.startswith("I")
-        if image.mode.startswith("I"):  # 16-bit, which convert("L") would clip
-            array = np.round(np.asarray(image).astype(np.float64) / 257).clip(0, 255).astype(np.uint8)
-        else:
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            array = np.asarray(image.convert("L" if grey else "RGB"))
-    except Exception as error:  # pillow and zipfile raise about anything on a damaged file
-        raise BadInput(f"{name} cannot be read as an image ({type(error).__name__}: {error}); replace or "
-                       "remove it") from error
-    return array[None] if grey else np.ascontiguousarray(array.transpose(2, 0, 1))
-
-
-def json_labels(read, names, source):
-    """EDM's dataset.json -> the labels of `names` in order, or None."""
-    try:
-        given = json.loads(read("dataset.json")).get("labels")
-        given = None if given is None else dict(given)
-    except Exception as error:  # of the zip, of json (RecursionError too), or another structure
-        raise BadInput(f'{source} is neither {{"labels": [[file name, class], ...]}} nor {{"labels": null}}: '
-                       f"{error}") from error
-    if given is None:
-        return None
-    absent, bare = sorted(set(given) - set(names)), [n for n in names if n not in given]
-    if absent:
-        raise BadInput(f"{source} labels {absent[0]}, which is not there ({len(absent)} such names); names "
-                       "are paths relative to dataset.json with /")
-    if bare:
-        raise BadInput(f"{source} has no label for {bare[0]} ({len(bare)} such files); label all or none")
-    return [given[n] for n in names]
-
-
-def check_labels(label, names, classes, source):
-    """-> int64 labels (-1 where there are none), number of classes."""
-    if classes == 0 or label is None:
-        if classes > 0:
-            raise BadInput(f"{source} has no labels, but the nets are built for {classes} classes; "
-                           f"use --classes 0")
-        return np.full(len(names), -1), 0
-    if len(label) != len(names):
-        raise BadInput(f"{source} has {len(names)} images but {len(label)} labels")
-    for name, value in zip(names, label):
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 0 <= value < 10 ** 6:
-            raise BadInput(f"{source}: the label of {name} is {value!r}; labels are integers from 0 to 10^6")
-        if value >= classes > 0:
-            raise BadInput(f"{source}: the label of {name} is {value}, but --classes {classes} allows "
-                           f"0 to {classes - 1}")
-    label = np.asarray(label, np.int64)
-    return label, classes if classes > 0 else int(label.max()) + 1
-
-
-def load_npz(path, classes, split):
-    try:
-        with np.load(path) as file:
-            image = next((file[k] for k in ("image", "images", "x", "arr_0") if k in file), None)
-            label = next((file[k] for k in ("label", "labels", "y") if k in file), None)
-            keys = list(file)
-    except Exception as error:  # object arrays, an .npy by another name, damaged files: about anything
-        raise BadInput(f"{path} cannot be read as an .npz ({type(error).__name__}: {error})") from error
-    if image is None:
-        raise BadInput(f"{path} has the arrays {', '.join(keys)}, none of them image, images, x or arr_0")
-    if label is not None and label.ndim != 1:
-        raise BadInput(f"{path}: labels have the shape {label.shape}, not (N,)")
-    if image.ndim == 3:
-        image = image[:, None]  # (N, 1, H, W)
-    first, last = [image.ndim == 4 and image.shape[d] in (1, 3) for d in (1, 3)]
-    if first == last:
-        raise BadInput(f"{path}: images of shape {image.shape} are neither (N, C, H, W) nor (N, H, W, C), "
-                       "C 1 or 3")
-    image = image if first else np.ascontiguousarray(image.transpose(0, 3, 1, 2))
-    if image.dtype.kind == "f" and image.size:
-        low, high = float(image.min()), float(image.max())
-        if not (-1 <= low < 0 and high <= 1):  # NaN fails too
-            raise BadInput(f"{path}: float images must span [-1, 1], these lie in [{low:g}, {high:g}]; store "
-                           "2 x - 1 of images in [0, 1], uint8 of images in [0, 255]")
-        image = image.astype(np.float32)
-    elif image.dtype != np.uint8:
-        raise BadInput(f"{path}: images are {image.dtype}; store uint8, or float in [-1, 1]")
-    return Arrays(image, label, classes, split, path)
-
-
 # ---------------------------------------------------------------- order
 
 @lru_cache(maxsize=4)
@@ -291,13 +260,9 @@ def permutation(seed, epoch, n):
     return np.random.default_rng((seed, 1, epoch)).permutation(n)
 
 
-def index(seed, position, n):
-    """Index of the image at `position` of the endless stream over n images."""
-    return int(permutation(seed, position // n, n)[position % n])
-
-
 def indices(seed, positions, n):
-    return np.array([index(seed, p, n) for p in positions])
+    """Indices of the images at these positions of the endless stream over n images."""
+    return np.array([permutation(seed, p // n, n)[p % n] for p in positions])
 
 
 class Loader:
@@ -310,9 +275,8 @@ class Loader:
     """
 
     def __init__(self, dataset, cfg, start_it=0, rank=0, world=1, accum=1, seed=0):
-        self.dataset, self.batch_size, self.rank, self.world, self.accum = (
-            dataset, cfg["batch_size"], rank, world, accum)
-        self.seed, self.turn, self.closed = seed, start_it * accum, False
+        self.dataset, self.rank, self.world, self.accum, self.seed = dataset, rank, world, accum, seed
+        self.batch_size, self.turn, self.closed = cfg["batch_size"], start_it * accum, False
         train = dataset.split == "train"
         self.xflip, self.p = train and cfg.get("xflip", False), cfg.get("augment", 0.0) if train else 0.0
         self.ops = augment.chosen(cfg) if self.p else ()
@@ -335,19 +299,18 @@ class Loader:
         it, micro = divmod(turn, self.accum)
         size = self.batch_size // (self.world * self.accum)
         start = it * self.batch_size + (micro * self.world + self.rank) * size
-        ids, images, labels, rngs = [], [], [], []
-        for position in range(start, start + size):
+        positions = range(start, start + size)
+        ids = indices(self.seed, positions, len(self.dataset))
+        rngs = [np.random.default_rng((self.seed, 2, p)) for p in positions] if self.xflip or self.p else []
+        images, labels = [], []
+        for k, i in enumerate(ids):
             if self.closed:
                 return None
-            ids.append(index(self.seed, position, len(self.dataset)))
-            image, label = self.dataset.get(ids[-1])
-            if self.xflip or self.p:
-                rngs.append(np.random.default_rng((self.seed, 2, position)))
-            if self.xflip and rngs[-1].random() < 0.5:
-                image = image[:, :, ::-1]
-            images.append(image)
+            image, label = self.dataset.get(i)
+            images.append(image[:, :, ::-1] if self.xflip and rngs[k].random() < 0.5 else image)
             labels.append(label)
-        raw = dict(image=torch.from_numpy(np.stack(images)), label=torch.tensor(labels), id=torch.tensor(ids))
+        raw = dict(image=torch.from_numpy(np.stack(images)), label=torch.tensor(labels),
+                   id=torch.from_numpy(ids))
         if hasattr(self.dataset, "states"):
             raw |= self.dataset.states(ids)
         if self.p:

@@ -66,7 +66,7 @@ def file_hash(file):
 def digits(split):
     """Images (N, 1, 8, 8) in [-1, 1] and labels (N,) of "train" or "val"."""
     found = data.load(dict(data="digits"), split)
-    return torch.from_numpy(found.image), torch.from_numpy(found.label)
+    return torch.stack([torch.tensor(found.get(i)[0]) for i in range(len(found))]), torch.tensor(found.label)
 
 
 # ---- the three figures -----------------------------------------------------------------------------

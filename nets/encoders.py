@@ -9,10 +9,9 @@ from common import BadInput
 def encode(raw, cfg, device):
     """Raw batch -> dict(x0 (B, C, H, W) float32 in [-1, 1], cond, uncond, id), on `device`.
 
-    uint8 v -> v / 127.5 - 1 (as EDM). label is int64, -1 = none: everywhere if cfg["classes"] is 0, and in
-    uncond. Where the loader drew augmentations they are applied here (x0 may then leave [-1, 1]) and both
-    conditions carry their labels, augment (B, augment.dim(cfg)). Pairs come with the states x_t on the
-    teacher's way to x0, path (B, P, C, H, W), at the times path_t (P,); path[:, 0] is sigma z.
+    uint8 v -> v / 127.5 - 1 (as EDM). Augmentations that the loader drew are applied here (x0 may then leave
+    [-1, 1]) and both conditions carry their labels, augment (B, augment.dim(cfg)). Pairs come with the states
+    x_t on the teacher's way to x0, path (B, P, C, H, W), at the times path_t (P,); path[:, 0] is sigma z.
     """
     x0 = raw["image"].to(device, non_blocking=True)
     x0 = x0.float() / 127.5 - 1 if x0.dtype == torch.uint8 else x0.float()
@@ -33,12 +32,12 @@ def decode(x0, cfg):
 
 
 def conditions(labels, cfg, device):
-    """Labels (B,) (tensor or list of int, -1 = none) -> (cond, uncond), each dict(label int64 (B,))."""
+    """Labels (B,) (tensor or list of int) -> (cond, uncond), each dict(label int64 (B,)), -1 = none:
+    everywhere if cfg["classes"] is 0, and in uncond."""
     labels, classes = torch.as_tensor(labels, dtype=torch.int64), cfg.get("classes", -1)
     if classes == 0:
         labels = torch.full_like(labels, -1)
     elif classes > 0 and len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise BadInput(f"classes go from 0 to {classes - 1} (-1 = none), these from {int(labels.min())} to "
-                       f"{int(labels.max())}")
+        raise BadInput(f"classes are 0 to {classes - 1} (-1 = none), not {labels.min()} to {labels.max()}")
     labels = labels.to(device, non_blocking=True)
     return dict(label=labels), dict(label=torch.full_like(labels, -1))

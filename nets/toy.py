@@ -24,10 +24,7 @@ from einops import rearrange
 
 from common import BadInput, expand
 
-sizes = dict(
-    tiny=dict(),
-    video=dict(frames=6, chunk=2, schedule="rf", pred="flow"),
-)
+sizes = dict(tiny=dict(), video=dict(frames=6, chunk=2, schedule="rf", pred="flow"))
 
 
 def make(size, /, **options):
@@ -104,15 +101,14 @@ class Toy(nn.Module):
     """frames = 0: images; chunk = 0: not causal; text_dim > 0: uses cond["text"] (B, L, text_dim) and, if
     there, text_mask (B, L); r: takes a second time; logvar: has the log-variance head."""
     def __init__(self, channels=1, size=8, frames=0, chunk=0, schedule="edm", pred="x0", sigma_data=0.5,
-                 label_dim=None, text_dim=0, r=False, logvar=False, dropout=0.0, dim=24, heads=2, depth=2):
+                 label_dim=0, text_dim=0, r=False, logvar=False, dropout=0.0, dim=24, heads=2, depth=2):
         super().__init__()
-        if min(dim, heads, size, channels, depth) < 1 or min(frames, chunk) < 0 or (
-                dim % (6 * heads) or size % 2 or chunk and not frames):
+        if dim % (6 * heads) or size % 2 or depth < 1 or chunk and not frames:
             raise BadInput(f"toy: dim {dim} must be a multiple of 6 x heads = {6 * heads}, size {size} even, "
-                           f"chunk {chunk} needs frames > 0 (now {frames}), and nothing is negative")
+                           f"depth {depth} at least 1, and chunk {chunk} needs frames > 0 (now {frames})")
         self.schedule, self.pred, self.sigma_data, self.chunk = schedule, pred, sigma_data, chunk
         self.x_shape = (channels, frames, size, size) if frames else (channels, size, size)
-        self.dim, self.heads, self.label_dim, self.text_dim = dim, heads, label_dim or 0, text_dim
+        self.dim, self.heads, self.label_dim, self.text_dim = dim, heads, label_dim, text_dim
         self.blocks = [f"layers.{i}" for i in range(depth)]
         self.optional, self.n_taps = ("r_embed.", "logvar_head."), depth
 
@@ -129,7 +125,7 @@ class Toy(nn.Module):
     def tap_shapes(self, taps):
         """Shapes (D, [F,] H/2, W/2) of these taps, outputs of those blocks, in ascending order."""
         if bad := {*taps} - {*range(self.n_taps)}:
-            raise BadInput(f"taps {bad} do not exist in this net; its taps are 0 to {self.n_taps - 1}")
+            raise BadInput(f"toy: taps and skip go from 0 to {self.n_taps - 1}, not {bad}")
         *frames, height, width = self.x_shape[1:]
         return [(self.dim, *frames, height // 2, width // 2) for _ in set(taps)]
 
@@ -143,15 +139,14 @@ class Toy(nn.Module):
         rest is ignored. Returns the prediction, like x_t in at least float32; if taps, logvar or write are
         asked for, a dict of out (not where it stops at the last tap), taps, logvar (B,) (mean over frames),
         cache."""
-        self.check(x_t, r, taps, stop, logvar, skip, start, cache, write)
+        self.check(r, taps, stop, logvar, skip, start, cache, write)
         video, dtype = x_t.ndim == 5, self.patch.weight.dtype
-        x_t = x_t.to(wide(x_t.dtype))
-        frames, past = x_t.shape[2] if video else 1, len(cache["pos"]) if cache else 0
+        x_t = (x_t if video else x_t[:, :, None]).to(wide(x_t.dtype))                   # (B, C, F, H, W)
+        frames, past = x_t.shape[2], len(cache["pos"]) if cache else 0
 
         t = self.per_frame(t, frames)                                                   # (B, F)
-        c_in, c_skip, c_out = (expand(c if video else c[:, 0], x_t) for c in self.precondition(t))
-        h = (c_in * x_t).to(dtype)
-        h = self.patch(rearrange(h, "b c f h w -> (b f) c h w") if video else h)
+        c_in, c_skip, c_out = (expand(c, x_t) for c in self.precondition(t))
+        h = self.patch(rearrange((c_in * x_t).to(dtype), "b c f h w -> (b f) c h w"))
         h = rearrange(h, "(b f) d h w -> b f h w d", f=frames)
 
         e_t = self.t_embed(self.wave(t).to(dtype))                                      # (B, F, D)
@@ -164,50 +159,41 @@ class Toy(nn.Module):
         angle = self.angle(pos, *h.shape[2:4]).to(wide(dtype))
         mask = self.mask(past, frames, h.shape[2] * h.shape[3], x_t.device)
 
-        result = {}
+        result, kvs, features = {}, [], []
         if logvar:
             result["logvar"] = self.logvar_head(F.silu(e_t)).mean((1, 2)).to(x_t.dtype) # (B,)
         if taps:
-            result["taps"] = []
-        kvs = []
+            result["taps"] = features
         for i, layer in enumerate(self.layers):
             old = cache["kv"][i].to(dtype) if cache else None
             if i in skip:
-                kvs.append(h.new_full((*h.shape[:4], 2 * self.dim), float("nan")))      # shows if ever read
+                kv = h.new_full((*h.shape[:4], 2 * self.dim), float("nan"))             # shows if ever read
             else:
                 h, kv = layer(h, mod, angle, mask, old)
-                kvs.append(kv)
-            if write and old is not None:
-                kvs[i] = torch.cat([old, kvs[i]], dim=1)
+            kvs.append(kv if old is None or not write else torch.cat([old, kv], dim=1))
             if i in taps:
-                way = "b f h w d -> b d f h w" if video else "b 1 h w d -> b d h w"
-                result["taps"].append(rearrange(h, way).contiguous())
+                tap = rearrange(h, "b f h w d -> b d f h w")
+                features.append((tap if video else tap[:, :, 0]).contiguous())
             if stop and i == max(taps):
                 return result
         if write:
             result["cache"] = dict(pos=pos, kv=kvs)
 
-        h = self.out(F.layer_norm(h, (self.dim,)))
-        out = rearrange(h, "b f h w (p q c) -> b c f (h p) (w q)", p=2, q=2).reshape(x_t.shape)
-        out = c_skip * x_t + c_out * out                    # in at least float32
+        h = rearrange(self.out(F.layer_norm(h, (self.dim,))),
+                      "b f h w (p q c) -> b c f (h p) (w q)", p=2, q=2)
+        out = c_skip * x_t + c_out * h                      # in at least float32
+        out = out if video else out[:, :, 0]
         return dict(result, out=out) if result else out
 
-    def check(self, x_t, r, taps, stop, logvar, skip, start, cache, write):
-        known = set(range(len(self.layers)))
-        bad = {
-            f"x_t of shape {tuple(x_t.shape)} for a net of {self.x_shape}; H and W must be even":
-                x_t.ndim != len(self.x_shape) + 1 or x_t.shape[-1] % 2 or x_t.shape[-2] % 2,
-            "r given to a net built without it; build it with r=True":
-                r is not None and self.r_embed is None,
-            "this net was built with r=True and needs r": r is None and self.r_embed is not None,
-            "logvar asked of a net without the head; build it with logvar=True":
-                logvar and self.logvar_head is None,
-            f"taps {taps} or skip {skip} beyond blocks 0 to {len(known) - 1}": not {*taps, *skip} <= known,
+    def check(self, r, taps, stop, logvar, skip, start, cache, write):
+        self.tap_shapes((*taps, *skip))
+        for sentence, wrong in {
+            "a net built with r=True needs r, another takes none": (r is None) != (self.r_embed is None),
+            "logvar needs a net built with logvar=True": logvar and self.logvar_head is None,
             "stop needs taps, and comes before the cache is whole": stop and (write or not taps),
             "start, cache and write need a causal net (chunk > 0)":
                 not self.chunk and (start or cache is not None or write),
-        }
-        for sentence, wrong in bad.items():
+        }.items():
             if wrong:
                 raise BadInput(f"toy: {sentence}")
 
