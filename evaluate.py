@@ -51,12 +51,6 @@ class Classifier(nn.Module):
         return h, self.out(F.dropout(h, 0.2, self.training))
 
 
-def load_classifier():
-    net = Classifier()
-    net.load_state_dict(ckpt.load(CLASSIFIER))
-    return net.eval().requires_grad_(False)
-
-
 def file_hash(file):
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
@@ -92,7 +86,8 @@ class Judge:
     """Scores samples against the training digits; `real` holds the same figures of real digits."""
 
     def __init__(self, seeds):
-        self.classifier = load_classifier()
+        self.classifier = Classifier().eval().requires_grad_(False)
+        self.classifier.load_state_dict(ckpt.load(CLASSIFIER))
         self.train, label = digits("train")
         held, held_label = digits("val")
         self.features, self.unit = self.classifier(self.train)[0], nearest(held, self.train)
@@ -122,6 +117,21 @@ def spread(key, values):
 
 
 # ---- sampling and output ---------------------------------------------------------------------------
+
+def plan(run, args, device):
+    """[(name, net, steps, its calls)] to be scored. A sample of each is drawn: a sampler that refuses a step
+    count does so before the work."""
+    found, names = [], {sample.pick_net(run, n): args.steps for n in args.net.split(",")}
+    if not args.net and "teacher" in run.names:
+        names["teacher"] = ""
+    for name, given in names.items():
+        net = sample.load_net(run, name, device)
+        for steps in sample.numbers("--steps", given or str(sample.own_steps(run, name)), 1001):
+            calls = trainer.watch_calls({name: net})
+            next(sample.draw(run, net, name, [0], torch.tensor([0]), steps, 0, 1, device))
+            found.append((name, net, steps, len(calls)))
+    return found
+
 
 def score(run, net, name, steps, judge, args, here):
     """The row of a net at a step count: on rank 0 with its figures, the other ranks only draw."""
@@ -175,25 +185,16 @@ def main(argv):
     for key, low, high in ("seeds", 1, 1000), ("samples", 2, 1500):
         common.number(f"--{key}", getattr(args, key), low, high)
     judge, frozen = Judge(args.seeds) if rank == 0 else None, {}
-    for it in ckpt.scan(files.place(args.run) / "checkpoints") if args.all else [args.ckpt]:
+    its = ckpt.scan(files.place(args.run) / "checkpoints") if args.all else []
+    for it in its or [args.ckpt]:
         run = sample.load_run(args.run, it, args.guidance, print if rank == 0 else lambda text: None)
         if run.state["data"].get("pairs_of", run.cfg["data"]) != "digits":
             raise BadInput(f"{run.folder} is a run on {run.cfg['data']}; this version scores --data digits "
                            f"only (FID needs Inception weights); sample.py --out FOLDER feeds another tool")
-        names = [sample.pick_net(run, n) for n in args.net.split(",")]
-        beside = ["teacher"] if not args.net and "teacher" in run.names else []
-        nets = {n: sample.load_net(run, n, device) for n in [*names, *beside]}
-        plan = []
-        for name, net in nets.items():                  # one sample each: refuses step counts before the work
-            own = not args.steps or name in beside
-            for steps in [sample.own_steps(run, name)] if own else sample.numbers("--steps", args.steps, 1001):
-                calls = trainer.watch_calls({name: net})
-                next(sample.draw(run, net, name, [0], torch.tensor([0]), steps, 0, 1, device))
-                plan.append((name, steps, len(calls)))
+        rows, todo = [], plan(run, args, device)
         sample.make_folder(run.folder / "eval")
-        rows = []
-        for name, steps, calls in plan:
-            row = frozen.get((name, steps)) or score(run, nets[name], name, steps, judge, args, here)
+        for name, net, steps, calls in todo:
+            row = frozen.get((name, steps)) or score(run, net, name, steps, judge, args, here)
             if name not in run.students and name not in run.state["nets"]:              # is scored once
                 frozen[name, steps] = row
             rows.append(row | dict(calls=calls, checkpoint=run.it))

@@ -81,7 +81,8 @@ def test_guidance_reaches_the_sampler_and_no_sample_depends_on_its_batch(runs):
     (sample, "dmd2", "--net techer", "did you mean teacher? known: ema_slow, student, teacher, fake_score"),
     (sample, "dmd2", "--steps 3", "trained for 1 steps, not for --steps 3"),
     (sample, "dmd2", "--steps 0", "--steps: 0 is"), (sample, "dmd2", f"--steps {10 ** 20}", "to 1000"),
-    (sample, "dmd2", "--batch 0", "--batch: 0 is"), (sample, "dmd2", "--seeds 5-", "--seeds '5-' is not a list"),
+    (sample, "dmd2", "--batch 0", "--batch: 0 is"),
+    (sample, "dmd2", "--seeds 5-", "--seeds '5-' is not a list"),
     (sample, "dmd2", "--seeds 9-3", "--seeds '9-3' is not a list"),
     (sample, "dmd2", "--seeds 10000000", "--seeds '10000000' is not a list of numbers below 10000000"),
     (sample, "dmd2", "--classes 10", "--classes '10' is not a list of numbers below 10"),
@@ -89,7 +90,8 @@ def test_guidance_reaches_the_sampler_and_no_sample_depends_on_its_batch(runs):
     (sample, "sft", "--guidance nan", "--guidance: nan is not a finite"),
     (sample, "dmd2", "--out {}/config.json/there", "config.json/there cannot be written to"),
     (evaluate, "dmd2", "--steps 1,2", "trained for 1 steps, not for --steps 2"),
-    (evaluate, "dmd2", "--steps one", "--steps 'one' is not a list"), (evaluate, "dmd2", "--steps 0", "--steps: 0"),
+    (evaluate, "dmd2", "--steps one", "--steps 'one' is not a list"),
+    (evaluate, "dmd2", "--steps 0", "--steps: 0 is"),
     (evaluate, "dmd2", "--net student,emma", "'emma' is not known"),
     (evaluate, "dmd2", "--samples 1501", "--samples: 1501 is not a finite number from 2 to 1500"),
     (evaluate, "cifar10", "", "is a run on cifar10.zip; this version scores --data digits only")])
@@ -119,8 +121,9 @@ def test_frechet_distance_of_gaussians_is_the_closed_form():
     a, b, m = torch.tensor([[1.0, 2.0, 0.5], [0.3, 2.0, 1.5], [1.0, -2.0, 3.0]]).double()
     normal = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
     for turn in torch.eye(3).double(), torch.linalg.qr(normal(3, 3)).Q:       # the second do not commute
-        x, y = (torch.linalg.qr(z - z.mean(0)).Q * (len(z) - 1) ** 0.5 for z in (normal(400, 3), normal(300, 3)))
-        x, y = x @ a.diag() @ turn.mT + m, y @ b.diag()     # mean and root of the covariance are exact
+        white = (torch.linalg.qr(z - z.mean(0)).Q for z in (normal(400, 3), normal(300, 3)))
+        x, y = (z * (len(z) - 1) ** 0.5 for z in white)     # mean 0 and covariance 1 exactly
+        x, y = x @ a.diag() @ turn.mT + m, y @ b.diag()
         values, vectors = np.linalg.eigh(np.cov(x.T.numpy()))
         root = vectors * np.sqrt(values) @ vectors.T
         cross = np.sqrt(np.linalg.eigvalsh(root @ np.cov(y.T.numpy()) @ root)).sum()
