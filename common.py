@@ -251,7 +251,7 @@ def value_and_tangent(f, args, tangents, how="apart", up=0.01, down=0.01, value=
 def check_jvp(how, parallel):
     """BadInput where the kind of value_and_tangent is unknown or cannot run."""
     known("--jvp", how, ("apart", "fused", "difference"))
-    if how != "difference" and parallel == "fsdp" and torch.__version__ < (2, 13):
+    if how != "difference" and parallel == "fsdp" and torch.__version__ < "2.13":
         raise BadInput(f"--jvp {how} under --parallel fsdp needs torch 2.13, not {torch.__version__}; use "
                        "--jvp difference or --parallel ddp")
 
@@ -551,8 +551,8 @@ def parse_ema(entry):
     kind, value = kind or "rate", number(f"ema entry {entry}", value or "0.9999")
     fits = {"rate": 0 <= value < 1, "power": 0 < value < 0.2886, "half_kimg": value > 0}.get(kind)
     if not (fits and name.startswith("ema") and name.isidentifier()):
-        raise BadInput(f"ema entry {entry!r} is none of ema_NAME[:RATE below 1], ema_NAME:power=WIDTH (below "
-                       "0.2886), ema_NAME:half_kimg=N")
+        raise BadInput(f"ema entry {entry!r} is not ema[_NAME][:RATE], ema[_NAME]:power=WIDTH or "
+                       "ema[_NAME]:half_kimg=N with 0 <= RATE < 1, 0 < WIDTH < 0.2886, N > 0")
     return name, kind, value
 
 
@@ -626,7 +626,7 @@ def hash_seed(*keys):
 
 def seed_default(seed):
     """Seeds the default generators: torch's on the CPU and the current device, numpy's, random's.
-    Before every micro-step, so by 30 us: torch.manual_seed takes a millisecond."""
+    Called before every micro-step: 30 us, torch.manual_seed takes a millisecond."""
     random.seed(seed)
     np.random.seed(seed % 2 ** 32)
     torch.default_generator.manual_seed(seed)

@@ -104,14 +104,6 @@ def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch, main, run, args,
     refused(main.main, [str(runs / run), *args.format(runs / run).split()], says=[words])
     assert list(tmp_path.iterdir()) == []
 
-def test_a_vanished_teacher_is_named_but_the_student_samples(runs, tmp_path):
-    folder = shutil.copytree(runs / "dmd2", tmp_path / "run")
-    state = saved(folder, 2)
-    next(iter(state["sources"].values()))["file"] = str(tmp_path / "gone.pth")
-    torch.save(state, ckpt.path(folder / "checkpoints", 2))
-    sample.main([str(folder)])
-    refused(sample.main, [str(folder), "--net=teacher"], says=["gone.pth is gone since this run began"])
-
 # ---- scores
 @pytest.fixture(scope="module")
 def judge():
