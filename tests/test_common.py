@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from common import (KINDS, add_noise, alpha_sigma, alpha_table, convert, curve, denoising_loss, dmd_loss,
-    drop_condition, ema_beta, expand, few_step, gan_loss_d, gan_loss_g, hash_seed, heun, loss_weight, lr_factor,
-    make_net, noise_fn, optimizer, parse_ema, predict, r1_approx, rollout, sample_t, seed_default,
+    drop_condition, ema_beta, expand, few_step, gan_loss_d, gan_loss_g, hash_seed, heun, loss_weight,
+    lr_factor, make_net, noise_fn, optimizer, parse_ema, predict, r1_approx, rollout, sample_t, seed_default,
     shared_generator, t_from_ratio, t_list, t_quantile, t_range, train_noise)
 from run import differing, refused
 

@@ -171,11 +171,12 @@ def test_the_file_holds_every_figure_with_what_made_it(runs, judge, capsys):
 def test_all_scores_every_checkpoint_and_a_frozen_teacher_once(runs, tmp_path, monkeypatch):
     scored = spy(monkeypatch, evaluate, "score")
     folder = shutil.copytree(runs / "dmd2", tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
-    evaluate.main([str(folder), *FEW, "--all"])
+    evaluate.main([str(folder), *FEW, "--all", "--steps=1"])         # the teacher keeps its own 18
     assert [(args[0].it, args[2]) for args, _ in scored] == [(1, "ema_slow"), (1, "teacher"), (2, "ema_slow")]
     first, second = (results(folder, name)["results"] for name in ("0000001", "0000002"))
     assert first[1]["fd"] == second[1]["fd"] and first[0]["fd"] != second[0]["fd"]
-    assert [(r["samples"], r["checkpoint"]) for r in second] == [(70, 2)] * 2
+    about = [(r["net"], r["steps"], r["checkpoint"]) for r in second]
+    assert about == [("ema_slow", 1, 2), ("teacher", 18, 2)]
 
 def test_two_ranks_give_the_figures_of_one_for_every_net_and_step_count(runs):
     args = [str(runs / "sft"), *FEW, "--net", "ema,student", "--steps", "1,3"]
