@@ -551,8 +551,8 @@ def parse_ema(entry):
     kind, value = kind or "rate", number(f"ema entry {entry}", value or "0.9999")
     fits = {"rate": 0 <= value < 1, "power": 0 < value < 0.2886, "half_kimg": value > 0}.get(kind)
     if not (fits and name.startswith("ema") and name.isidentifier()):
-        raise BadInput(f"ema entry {entry!r} is not ema[_NAME][:RATE], ema[_NAME]:power=WIDTH or "
-                       "ema[_NAME]:half_kimg=N with 0 <= RATE < 1, 0 < WIDTH < 0.2886, N > 0")
+        raise BadInput(f"ema entry {entry!r} is not NAME[:RATE], NAME:power=WIDTH or NAME:half_kimg=N with "
+                       "NAME beginning with ema, 0 <= RATE < 1, 0 < WIDTH < 0.2886, N > 0")
     return name, kind, value
 
 
