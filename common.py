@@ -19,17 +19,15 @@ import ast
 import contextlib
 import difflib
 import functools
-import importlib.util
-import inspect
+import importlib
 import math
 import random
-import re
-import sys
 import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 
@@ -38,7 +36,7 @@ class BadInput(Exception):
 
 
 def known(what, value, names):
-    """Raises BadInput, naming the nearest and all names, unless value is one of them."""
+    """BadInput, with the nearest and all names, unless value is one of them."""
     if value not in names:
         close = difflib.get_close_matches(str(value), list(names), 1)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -113,20 +111,21 @@ def alpha_sigma(schedule, t):
     return curve(schedule, t)[:2]
 
 
-def alpha_sigma_prime(schedule, t):
-    """d alpha/dt, d sigma/dt of `curve`: the exact derivative of alpha_sigma."""
-    return curve(schedule, t)[2:]
-
-
 def interp(x, xs, ys):
     """Piecewise linear y(x) through (xs, ys), xs ascending, extended beyond the ends."""
     i = torch.searchsorted(xs, x.detach().contiguous()).clamp(1, len(xs) - 1)
     return ys[i - 1] + (x - xs[i - 1]) * ((ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1]))
 
 
-def t_from_ratio(schedule, sigma_over_alpha):
-    """The t at which sigma/alpha has this value (inf allowed): takes a time from one schedule to another."""
-    ratio = wide(sigma_over_alpha)
+def noise_level(schedule, t):
+    """sigma / alpha, which is t on edm."""
+    alpha, sigma = alpha_sigma(schedule, t)
+    return sigma / alpha
+
+
+def t_from_ratio(schedule, ratio):
+    """The t at which sigma / alpha has this value (inf allowed): from one schedule's times to another's."""
+    ratio = wide(ratio)
     if schedule in ("edm", "rf", "trig"):
         return {"edm": ratio, "rf": 1 - 1 / (1 + ratio), "trig": ratio.atan()}[schedule]
     alphas = alpha_table(schedule, ratio.device, ratio.dtype).flip(0)
@@ -151,14 +150,17 @@ def expand(a, x):
 
 
 def add_noise(schedule, x0, eps, t):
-    """x_t = alpha x0 + sigma eps, computed in at least float32, in x0's dtype."""
+    """x_t = alpha x0 + sigma eps, in x0's dtype."""
     alpha, sigma = alpha_sigma(schedule, t)
     return (expand(alpha, x0) * x0 + expand(sigma, x0) * eps).to(x0.dtype)
 
 
+KINDS = ("x0", "eps", "v", "flow")
+
+
 def mix(kind, schedule, t):
     """p, q, det with kind = p x0 + q eps; det = alpha q - sigma p solves (x_t, kind) for (x0, eps)."""
-    known("prediction", kind, ("x0", "eps", "v", "flow"))
+    known("prediction", kind, KINDS)
     alpha, sigma, *prime = curve(schedule, t)
     zero, one = torch.zeros_like(sigma), torch.ones_like(sigma)
     p, q = {"x0": (one, zero), "eps": (zero, one), "v": (-sigma, alpha), "flow": prime}[kind]
@@ -171,70 +173,65 @@ def convert(schedule, x_t, pred, t, source, target):
     1e-6: det is -sigma from x0, alpha from eps, alpha^2 + sigma^2 from v, 1 from flow on edm, rf and trig."""
     if source == target:
         return wide(pred)
-    (p, q, det), (P, Q, Det) = mix(source, schedule, t), mix(target, schedule, t)
+    (p, q, det), (P, Q, Det) = (mix(kind, schedule, t) for kind in (source, target))
     det = det.clamp(max=-1e-6) if source == "x0" else det.clamp(min=1e-6)
     return expand((P * q - Q * p) / det, x_t) * x_t + expand(Det / det, x_t) * pred
 
 
-def guide(cond, uncond, guidance):
-    """Classifier-free guidance: 1 = conditional, 0 = unconditional."""
-    return cond + (guidance - 1) * (cond - uncond)
+def prediction(out):
+    """The prediction in what a net returned: a tensor, or a dict where more was asked for."""
+    return out["out"] if isinstance(out, dict) else out
 
 
 def predict(net, x_t, t, cond, target="x0", uncond=None, guidance=1.0, **kw):
     """The net's prediction as `target`, guided; kw goes to the net. One pass at guidance 0 or 1, else two.
     Where kw makes the net return a dict so does this, with all but "out" from the first, conditional pass.
     BadInput where guidance needs a negative condition and `uncond` is empty."""
-    twice = guidance not in (0, 1)
     if guidance != 1 and not uncond:
         raise BadInput(f"guidance {guidance} needs a negative condition (uncond {uncond}); use --guidance 1")
     out = net(x_t, t, cond if guidance else uncond, **kw)
-    rest, pred = (out, out["out"]) if isinstance(out, dict) else (None, out)
-    if twice:
-        other = net(x_t, t, uncond, **kw)
-        pred = guide(wide(pred), other if rest is None else other["out"], guidance)
+    pred = prediction(out)
+    if guidance not in (0, 1):
+        pred = wide(pred)
+        pred = pred + (guidance - 1) * (pred - prediction(net(x_t, t, uncond, **kw)))
     pred = convert(net.schedule, x_t, pred, t, net.pred, target)
-    return pred if rest is None else {**rest, "out": pred}
+    return {**out, "out": pred} if isinstance(out, dict) else pred
 
 
 @functools.lru_cache
-def ratio_range(schedule):
-    """sigma / alpha at both ends of t_range, at most 1e4: floats."""
-    alpha, sigma = alpha_sigma(schedule, torch.tensor(t_range(schedule), dtype=torch.float64, device="cpu"))
-    return (sigma / alpha.clamp(min=1e-4)).tolist()
+def level_range(schedule):
+    """The noise levels at both ends of t_range, at most 1e4: floats."""
+    ends = torch.tensor(t_range(schedule), dtype=torch.float64, device="cpu")
+    return noise_level(schedule, ends).clamp(max=1e4).tolist()
 
 
 def predict_on(schedule, net, x_t, t, cond, target, uncond=None, guidance=1.0, std=1.0, top=0.0, **kw):
     """`predict` for x_t = alpha x0 / std + sigma eps of any schedule, by a net that may have another: it sees
-    its own noised sample of the same sigma / alpha (and r, if in kw, likewise), kept within the range of its
+    its own noised sample of the same noise level (and r, if in kw, likewise), kept within the range of its
     times, or below `top`, so that nothing is inf * 0. Differentiable in x_t, t and r, in forward mode too."""
     if (net.schedule, std) == (schedule, 1):
         return predict(net, x_t, t, cond, target, uncond, guidance, **kw)
-    low, high = ratio_range(net.schedule)
+    low, high = level_range(net.schedule)
 
     def own(t):
         alpha, sigma = alpha_sigma(schedule, t)
         return t_from_ratio(net.schedule, (std * sigma / alpha).clamp(low, top or high))
-
     t_net, (alpha, sigma) = own(t), alpha_sigma(schedule, t)
     a, b = alpha_sigma(net.schedule, t_net)
     c = ((a ** 2 + b ** 2) / ((alpha / std) ** 2 + sigma ** 2)).sqrt()
-    kw |= dict(r=own(kw["r"])) if "r" in kw else {}
+    if "r" in kw:
+        kw["r"] = own(kw["r"])
     out = predict(net, expand(c, x_t) * x_t, t_net, cond, "x0", uncond, guidance, **kw)
-    pred = convert(schedule, x_t, (out["out"] if isinstance(out, dict) else out) / std, t, "x0", target)
+    pred = convert(schedule, x_t, prediction(out) / std, t, "x0", target)
     return {**out, "out": pred} if isinstance(out, dict) else pred
 
 
-JVP = ("apart", "fused", "difference")
-
-
 def value_and_tangent(f, args, tangents, how="apart", up=0.01, down=0.01, value=None):
-    """f(*args), and the derivative of its first item along the tangents, without a graph and with the same
-    dropout masks. f returns a tuple of tensors. value(): in the place of f(*args), but for "fused".
+    """f(*args), a tuple of tensors, and the derivative of its first along the tangents, without a graph, with
+    the same dropout masks. value(): in the place of f(*args), but for "fused".
     apart       a forward-mode pass without graph, in float32 under autocast too, then f
     fused       one forward-mode pass for both; its graph holds the tangent's
     difference  (f(args + up tangents) - f(args - down tangents)) / (up + down), steps (B,) or numbers"""
-    known("--jvp", how, JVP)
     if how == "fused":
         out, tangent = torch.func.jvp(f, args, tangents)
         return out, tangent[0].detach()
@@ -253,9 +250,8 @@ def value_and_tangent(f, args, tangents, how="apart", up=0.01, down=0.01, value=
 
 def check_jvp(how, parallel):
     """BadInput where the kind of value_and_tangent is unknown or cannot run."""
-    known("--jvp", how, JVP)
-    version = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
-    if how != "difference" and parallel == "fsdp" and version < (2, 13):
+    known("--jvp", how, ("apart", "fused", "difference"))
+    if how != "difference" and parallel == "fsdp" and torch.__version__ < "2.13":
         raise BadInput(f"--jvp {how} under --parallel fsdp needs torch 2.13, not {torch.__version__}; use "
                        "--jvp difference or --parallel ddp")
 
@@ -294,10 +290,10 @@ def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_mi
     polynomial   points 2 .. 998 of 1000 of `karras`, equally likely      edm (DMD2)
     logitnormal  t_min + (t_max - t_min) sigmoid(N(mean, std))            all but edm
     shifted      uniform, then t <- shift t / (1 + (shift - 1) t)         rf"""
-    lo, hi = (given or own for given, own in zip((t_min, t_max), t_range(schedule)))
-    limit = schedules[schedule][2]
-    has = {"edm": ("lognormal", "logt", "polynomial"), "rf": ("logitnormal", "shifted")}
-    known(f"schedule {schedule}: time distribution", dist, ("uniform", *has.get(schedule, ["logitnormal"])))
+    (low, high), limit = t_range(schedule), schedules[schedule][2]
+    lo, hi = t_min or low, t_max or high
+    has = dict(edm=("uniform", "lognormal", "logt", "polynomial"), rf=("uniform", "logitnormal", "shifted"))
+    known(f"schedule {schedule}: time distribution", dist, has.get(schedule, ("uniform", "logitnormal")))
     if not 0 <= lo < hi <= limit or std <= 0 or df <= 0 or shift < 1:
         raise BadInput(f"{dist} t on {schedule} needs 0 <= t_min < t_max <= {limit}, std > 0, df > 0 and "
                        f"shift >= 1, not t_min {lo}, t_max {hi}, std {std}, df {df}, shift {shift}")
@@ -365,7 +361,6 @@ def rollout(x0_of, noise, ts, schedule, kind, n):
     """(x_t, t (B,)) of a few-step sampler before its call n (from 0), after n calls of x0_of(x_t, t) -> x0.
     Starts from sigma(ts[0]) noise(0). Before step k x0 is noised to ts[k], by a fresh noise(k) ("sde": exact
     for consistency functions, any ts) or the last step's noise ("ode": DDIM, for denoisers, many steps)."""
-    known("sampler kind", kind, ("sde", "ode"))
     z = noise(0)
     t = t_like(ts[0], z)
     x = add_noise(schedule, torch.zeros_like(z), z, t)
@@ -378,14 +373,13 @@ def rollout(x0_of, noise, ts, schedule, kind, n):
 
 
 def few_step(x0_of, noise, ts, schedule, kind="sde"):
-    """x0 of a student's sampler over ts = t_list(...), whose last time is 0: one call after `rollout`."""
+    """x0 of a student's sampler over ts = t_list(...): one more call after `rollout`."""
     return x0_of(*rollout(x0_of, noise, ts, schedule, kind, len(ts) - 2))
 
 
 def student_input(x0_of, x0, ts, schedule, kind, sampler, k):
     """(x_t, t (B,)) for a few-step student in training. "simulation": for its call k (from 0), after k own
     ones from noise without gradient. "data": x0 noised to one of ts per sample, where there are several."""
-    known("student_input", kind, ("simulation", "data"))
     if kind == "data" and len(ts) > 2:
         which = torch.randint(len(ts) - 1, (len(x0),), device=x0.device)
         x0 = expand((which > 0).float(), x0) * x0       # the first step's input is pure noise, as in sampling
@@ -396,24 +390,23 @@ def student_input(x0_of, x0, ts, schedule, kind, sampler, k):
 
 
 def check_steps(steps, trained):
-    """Raises BadInput where a student of `trained` steps is asked for another number."""
+    """BadInput where a student of `trained` steps is asked for another number."""
     if steps != trained:
         raise BadInput(f"this student was trained for {trained} steps, not for --steps {steps}; leave "
                        f"--steps out, or train one with --steps {steps}")
 
 
 def no_guidance(guidance, method):
-    """Raises BadInput where a method that has no use for it is given a guidance."""
+    """BadInput where a method that has no use for it is given a guidance."""
     if guidance != 1:
         raise BadInput(f"--guidance {guidance} is of a teacher's prediction; {method} has none: leave it out")
 
 
 def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2):
-    """The teacher's sampler: dx/dt = flow by Heun from sigma noise(0), 2 steps - 1 calls per condition.
-    edm: the deterministic sampler of Karras 2022 (alg. 1) on 80 .. 0.002, 0. Else equal steps from t_max.
-    The last step is the x0 prediction: on edm and rf that is Euler's; tables would end at sigma(0) > 0.
-    at: descending times. It starts at the first, takes all into its grid, and returns x0, [x at each].
-    order 1: Euler, one call a step."""
+    """x0 by the teacher's ODE dx/dt = flow from sigma noise(0): Heun, 2 steps - 1 calls per condition (order
+    1: Euler, one a step), on Karras 2022's grid (alg. 1) for edm, else in equal steps from t_max. The last
+    step is the x0 prediction: on edm and rf that is Euler's; tables would end at sigma(0) > 0.
+    at: descending times; it starts at the first, takes all into its grid and returns x0, [x at each]."""
     schedule, z = net.schedule, noise(0)
     start = at[0] if at else t_range(schedule)[1]
     ts = (karras(steps, t_range(schedule)[0], start).tolist() if schedule == "edm" else
@@ -442,30 +435,27 @@ def loss_weight(weight, schedule, t, pred, sigma_data=0.5):
     alpha, sigma = alpha_sigma(schedule, t)
     if weight in ("unit", pred):
         return torch.ones_like(sigma)
-    snr, (name, _, gamma) = (alpha / sigma) ** 2, weight.partition(":")
-    if weight in ("x0", "eps", "v", "flow"):
-        on_x0 = (mix(weight, schedule, t)[2] / sigma) ** 2
-    elif name == "min_snr":
-        on_x0 = snr.clamp(max=number("loss weight min_snr:GAMMA", gamma, 1e-6))
-    else:
-        data = sigma_data ** 2
-        on_x0 = {"snr": snr, "edm": snr + 1 / data, "soft_min_snr": 1 / (1 / snr + data)}
-        known("loss weight", weight, ("unit", *on_x0, "min_snr:5", "x0", "eps", "v", "flow"))
-        on_x0 = on_x0[weight]
-    return on_x0 / (mix(pred, schedule, t)[2] / sigma) ** 2
+    snr, data, (name, _, gamma) = (alpha / sigma) ** 2, sigma_data ** 2, weight.partition(":")
+    on_x0 = {"snr": snr, "edm": snr + 1 / data, "soft_min_snr": 1 / (1 / snr + data)}
+    if name == "min_snr":
+        on_x0[weight] = snr.clamp(max=number("loss weight min_snr:GAMMA", gamma, 1e-6))
+    elif weight in KINDS:
+        on_x0[weight] = (mix(weight, schedule, t)[2] / sigma) ** 2
+    known("loss weight", weight, ["unit", *KINDS, *on_x0, "min_snr:5"])
+    return on_x0[weight] / (mix(pred, schedule, t)[2] / sigma) ** 2
 
 
-def denoising_loss(net, x0, t, eps, cond, pred="", weight="", sigma_data=0.0, **kw):
+def denoising_loss(net, x0, t, eps, cond, pred="", weight="", **kw):
     """Weighted squared error of the net at x_t, mean over all dims but the batch: (B,) in at least float32.
     pred: the space of the error, "" = the net's own. weight as in loss_weight; "" = "edm" for x0 errors on
-    edm, else "unit". sigma_data 0 = the net's, or 0.5. kw goes to the net; with logvar=True the loss is
-    w err^2 / exp(u) + u, u the net's log-variance (Karras 2024); with taps=... returns (loss, features)."""
+    edm, else "unit". kw goes to the net; with logvar=True the loss is w err^2 / exp(u) + u, u the net's
+    log-variance (Karras 2024); with taps=... returns (loss, features)."""
     pred = pred or net.pred
     weight = weight or ("edm" if net.schedule == "edm" and pred == "x0" else "unit")
     out = predict(net, add_noise(net.schedule, x0, eps, t), t, cond, pred, **kw)
     p, q, _ = mix(pred, net.schedule, t)
-    error = (out["out"] if isinstance(out, dict) else out) - (expand(p, x0) * x0 + expand(q, x0) * eps)
-    w = loss_weight(weight, net.schedule, t, pred, sigma_data or getattr(net, "sigma_data", 0.5))
+    error = prediction(out) - (expand(p, x0) * x0 + expand(q, x0) * eps)
+    w = loss_weight(weight, net.schedule, t, pred, getattr(net, "sigma_data", 0.5))
     loss = (expand(w, error) * error ** 2).flatten(1).mean(1)  # (B,)
     if kw.get("logvar"):
         loss = loss / wide(out["logvar"]).exp() + out["logvar"]
@@ -473,7 +463,7 @@ def denoising_loss(net, x0, t, eps, cond, pred="", weight="", sigma_data=0.0, **
 
 
 def check_noise(net, pred="", weight="", **time):
-    """Raises BadInput for a p(t) (as in sample_t), space or weight that denoising_loss would later refuse."""
+    """BadInput for a p(t), a space or a weight that step() would refuse; `time` as in t_quantile."""
     t = t_quantile(torch.tensor([0.5], dtype=torch.float64, device="cpu"), schedule=net.schedule, **time)
     mix(pred or net.pred, net.schedule, t)
     loss_weight(weight or "unit", net.schedule, t, pred or net.pred)
@@ -491,13 +481,11 @@ def dmd_loss(x, x0_teacher, x0_fake, h=1.0):
 
 def gan_loss_g(logits, kind="softplus"):
     """The generator's loss on the logits (high = real) of its samples, non-saturating or hinge."""
-    known("GAN loss", kind, ("softplus", "hinge"))
     return F.softplus(-wide(logits)).mean() if kind == "softplus" else -wide(logits).mean()
 
 
 def gan_loss_d(real, fake, kind="softplus"):
     """The discriminator's loss: mean over real + mean over fake logits; 2 ln 2 if it sees no difference."""
-    known("GAN loss", kind, ("softplus", "hinge"))
     cost = F.softplus if kind == "softplus" else lambda x: F.relu(1 + x)
     return cost(-wide(real)).mean() + cost(wide(fake)).mean()
 
@@ -509,12 +497,6 @@ def r1_approx(logits, logits_perturbed):
 
 
 # ---------------------------------------------------------------- consistency
-
-def noise_level(schedule, t):
-    """sigma / alpha, which is t on edm; t_from_ratio takes it back."""
-    alpha, sigma = alpha_sigma(schedule, t)
-    return sigma / alpha
-
 
 def ect_ratio(images, q, kimg_per_stage, cap):
     """ECT's curriculum: r / t at high noise, 1 - q^-(stage + 1) at stage images // (1000 kimg), up to cap."""
@@ -534,7 +516,6 @@ def consistency_loss(f_t, f_r, schedule, t, r, weight="gap", huber_c=0.0, square
     """w rho(|f_t - sg[f_r]|), norm over all dims but the batch: (B,) in at least float32. rho(d) is d^2 where
     squared, else sqrt(d^2 + c^2) - c, which is d at c = 0. w in noise levels: gap 1 / (t - r), sqrt_gap its
     root, c_out 1 / c_out(t) with EDM's c_out = t s / sqrt(t^2 + s^2), sigma_sq 1 / t^2, ..."""
-    known("loss weight", weight, consistency_weights)
     d = torch.linalg.vector_norm((wide(f_t) - wide(f_r).detach()).flatten(1), dim=1)    # gradient 0 at 0
     rho = d ** 2 if squared else (d ** 2 + huber_c ** 2).sqrt() - huber_c if huber_c else d
     t, r = noise_level(schedule, t), noise_level(schedule, r)
@@ -596,33 +577,34 @@ def ema_beta(entry, n, batch_size):
 
 def all_mean(x):
     """Mean of tensor x over the ranks, detached; x itself in a single process. Every rank must call it."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not dist.is_initialized():
         return x
     x = x.detach().clone()
-    torch.distributed.all_reduce(x)
-    return x / torch.distributed.get_world_size()
+    dist.all_reduce(x)
+    return x / dist.get_world_size()
 
 
 def from_rank0(value, group):
     """Rank 0's value (any small object) on every rank of `group`, a gloo group or None for one process."""
     box = [value]
     if group is not None:
-        torch.distributed.broadcast_object_list(box, src=0, group=group)
+        dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
 def everyone(value, group):
     """[value of every rank] of a gloo group, or [value] where that is None."""
-    values = [value] if group is None else [None] * torch.distributed.get_world_size(group)
-    if group is not None:
-        torch.distributed.all_gather_object(values, value, group=group)
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
 def on_rank0(f, group):
     """f() on rank 0, None on the others; a BadInput there is raised on every rank."""
     value = error = None
-    if group is None or torch.distributed.get_rank() == 0:
+    if group is None or dist.get_rank() == 0:
         try:
             value = f()
         except BadInput as e:
@@ -674,7 +656,7 @@ def noise_fn(seed, ids, shape, device):
     def noise(k):  # numpy's generator takes all 63 bits of a seed; torch's 32, too few for 50,000 samples
         draws = [np.random.default_rng(hash_seed(seed, int(i), k)).standard_normal(shape, np.float32)
                  for i in ids]
-        return torch.from_numpy(np.stack(draws) if draws else np.empty((0, *shape), np.float32)).to(device)
+        return torch.from_numpy(np.stack(draws)).to(device)
     return functools.cache(noise)
 
 
@@ -700,14 +682,9 @@ def make_net(spec, **options):
     """"edm:cifar10,label_dim=20" -> make("cifar10", label_dim=20) of nets/edm.py; the spec's options win."""
     head, *rest = spec.split(",")
     family, _, size = head.partition(":")
-    files = {p.stem: p for p in sorted((Path(__file__).resolve().parent / "nets").glob("*.py"))}
-    known(f"net {spec}: family", family, [f for f, p in files.items() if "\ndef make(" in p.read_text()])
-    module = sys.modules.get(f"nets.{family}")
-    if module is None:  # by file, as a copied method may run in any folder
-        found = importlib.util.spec_from_file_location(f"nets.{family}", files[family])
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-        sys.modules[f"nets.{family}"] = module
+    files = (Path(__file__).resolve().parent / "nets").glob("*.py")
+    known(f"net {spec}: family", family, sorted(f.stem for f in files if "\ndef make(" in f.read_text()))
+    module = importlib.import_module(f"nets.{family}")
     known(f"net {spec}: size", size, module.sizes)
     for key, given, value in (item.partition("=") for item in rest):
         if not given:
@@ -721,13 +698,9 @@ def make_net(spec, **options):
     try:
         return module.make(size, **options)
     except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError) as error:
-        # "Toy.__init__() got an unexpected keyword argument 'dropuot'"
-        found = re.match(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w*)'", str(error))
-        if found and found[2] in options:
-            takes = inspect.signature(getattr(module, found[1])).parameters
-            known(f"net {spec}: option", found[2], [n for n in takes if (n, found[1]) != ("size", "make")])
-        raise BadInput(f"--net {spec} cannot be built with {options} ({type(error).__name__}: "
-                       f"{(str(error).splitlines() or [''])[0]}); see nets/{family}.py") from error
+        what = str(error).partition("\n")[0]            # "... got an unexpected keyword argument 'dropuot'"
+        raise BadInput(f"--net {spec} cannot be built with {options} ({type(error).__name__}: {what}); see "
+                       f"nets/{family}.py") from error
 
 
 # The first call of these imports torch._dynamo (1.3 s) to keep torch.compile out. Nothing here compiles an
@@ -740,13 +713,11 @@ for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.sta
 
 def optimizer(groups, name="adamw", lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
     """torch's "adamw", "adam" or "radam" over parameters or groups of them."""
-    groups, own = list(groups), dict(lr=lr, eps=eps, weight_decay=weight_decay)
-    for group in [own, *(g for g in groups if isinstance(g, dict))]:
-        for key in own:  # torch looks at the defaults only, not at those of a group
-            number(f"{key} of an optimizer", group.get(key, 0), 0, 1e9)
     kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, radam=torch.optim.RAdam)
     known("optimizer", name, kinds)
-    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        raise BadInput(f"--betas {betas} must be two numbers in [0, 1), such as 0.9,0.999")
-    how = "foreach" if name == "radam" else "fused"  # fused: 7x faster, 200 small tensors on a CPU
-    return kinds[name](groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, **{how: True})
+    how = dict(foreach=True) if name == "radam" else dict(fused=True)   # 7x faster, 200 small tensors, CPU
+    try:
+        first, second = betas
+        return kinds[name](groups, lr=lr, betas=(first, second), eps=eps, weight_decay=weight_decay, **how)
+    except ValueError as error:                      # "Invalid beta parameter at index 1: nan"
+        raise BadInput(f"--optimizer {name} cannot have these --betas, rates or decays ({error})") from None

@@ -5,8 +5,7 @@
     torchrun --nproc_per_node 2 evaluate.py RUN                   the ranks share the sampling; same numbers
 
 One seed is 1,500 samples with the 1,500 training labels. Every figure is the mean and standard deviation over
-the seeds (5 unless told otherwise), printed, and written to eval/N.json of the run with what made it
-(eval/N_SAMPLESxSEEDS.json where N.json holds a score of more samples).
+the seeds (5 unless told otherwise), printed, and written to eval/N.json of the run with what made it.
     fd         Fréchet distance to the 1,500 training digits in the 64 features of assets/classifier.pth
     agreement  part of the samples in which that classifier sees their label
     nearest    median distance to the nearest training digit (of pixels) as a fraction of the held-out digits'
@@ -15,18 +14,17 @@ Beside them stand the fd of halves of the training digits (750 against 750, clas
 the 297 held-out ones. Samples are clipped to [-1, 1], not rounded. Other data sets need FID, which this
 version does not have.
 """
-import argparse
 import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 import ckpt
+import common
 import data
 import files
 import sample
@@ -51,12 +49,6 @@ class Classifier(nn.Module):
         h = F.silu(F.avg_pool2d(self.conv2(F.silu(self.conv1(x0))), 2)).flatten(1)         # (B, 4 * 4 * 48)
         h = F.silu(self.features(F.dropout(h, 0.5, self.training)))                         # (B, 64)
         return h, self.out(F.dropout(h, 0.2, self.training))
-
-
-def load_classifier():
-    net = Classifier()
-    net.load_state_dict(ckpt.load(CLASSIFIER))
-    return net.eval().requires_grad_(False)
 
 
 def file_hash(file):
@@ -94,7 +86,8 @@ class Judge:
     """Scores samples against the training digits; `real` holds the same figures of real digits."""
 
     def __init__(self, seeds):
-        self.classifier = load_classifier()
+        self.classifier = Classifier().eval().requires_grad_(False)
+        self.classifier.load_state_dict(ckpt.load(CLASSIFIER))
         self.train, label = digits("train")
         held, held_label = digits("val")
         self.features, self.unit = self.classifier(self.train)[0], nearest(held, self.train)
@@ -125,22 +118,38 @@ def spread(key, values):
 
 # ---- sampling and output ---------------------------------------------------------------------------
 
-def score(run, net, name, steps, judge, args, device, rank, world):
+def plan(run, args, device):
+    """[(name, net, steps, its calls)] to be scored. A sample of each is drawn: a sampler that refuses a step
+    count does so before the work."""
+    found, names = [], {sample.pick_net(run, n): args.steps for n in args.net.split(",")}
+    if not args.net and "teacher" in run.names:
+        names["teacher"] = ""
+    for name, given in names.items():
+        net = sample.load_net(run, name, device)
+        for steps in sample.numbers("--steps", given or str(sample.own_steps(run, name)), 1001):
+            calls = trainer.watch_calls({name: net})
+            next(sample.draw(run, net, name, [0], torch.tensor([0]), steps, 0, 1, device))
+            found.append((name, net, steps, len(calls)))
+    return found
+
+
+def score(run, net, name, steps, judge, args, here):
     """The row of a net at a step count: on rank 0 with its figures, the other ranks only draw."""
     label = digits("train")[1][:args.samples] if run.cfg["classes"] else torch.full((args.samples,), -1)
-    ids, figures = list(range(args.samples)), []
+    ids, figures, (device, rank, world, group) = list(range(args.samples)), [], here
     for seed in range(args.seeds):
         mine = sample.draw(run, net, name, ids, label, steps, seed, args.batch, device, rank, world)
-        drawn = dict(sample.gather([(i, x) for part, _, x0 in mine for i, x in zip(part, x0)], rank, world))
+        mine = [(i, x) for part, _, x0 in mine for i, x in zip(part, x0)]
+        drawn = dict(sum(common.everyone(mine, group), []))
+        x0 = torch.stack([drawn[i] for i in ids])                                           # (N, 1, 8, 8)
+        if not x0.isfinite().all():
+            raise BadInput(f"{name} of checkpoint {run.it} in {run.folder} makes samples that are not "
+                           f"finite; score an earlier one with --ckpt")
         if rank == 0:
-            x0 = torch.stack([drawn[i] for i in ids])                                       # (N, 1, 8, 8)
-            if not x0.isfinite().all():
-                raise BadInput(f"{name} of checkpoint {run.it} in {run.folder} makes samples that are not "
-                               f"finite; score an earlier one with --ckpt")
             figures.append(judge(x0, label))
     row = dict(net=name, checkpoint=run.it, steps=steps, guidance=run.cfg["guidance"], samples=args.samples,
                seeds=list(range(args.seeds)))
-    for key in ("fd", "agreement", "nearest") if rank == 0 else ():
+    for key in figures[0] if figures else ():
         row |= spread(key, [f[key] for f in figures])
     return row
 
@@ -155,7 +164,7 @@ def table(run, rows, real):
     lines = [("net", "steps", "calls", "fd", "agreement", "nearest")]
     for row in [*rows, dict(net="real halves") | real["halves"], dict(net="held out") | real["held_out"]]:
         lines.append((row["net"], *(str(row.get(k, "")) for k in ("steps", "calls")),
-                      *(cell(row, k, places) for k, places in (("fd", 3), ("agreement", 4), ("nearest", 3)))))
+                      cell(row, "fd", 3), cell(row, "agreement", 4), cell(row, "nearest", 3)))
     width = [max(map(len, column)) for column in zip(*lines)]
     head = (f"{run.folder} checkpoint {run.it} ({run.state['method']}): {rows[0]['samples']} samples, mean "
             f"± standard deviation of {len(rows[0]['seeds'])} seeds")
@@ -163,74 +172,40 @@ def table(run, rows, real):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser("evaluate.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="run folder")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--ckpt", type=int, help="checkpoint, iterations done (default: the newest)")
-    which.add_argument("--all", action="store_true", help="every checkpoint of the run")
+    parser = sample.arguments("evaluate.py", __doc__, batch=500)
+    parser.add_argument("--all", action="store_true", help="every checkpoint of the run")
     parser.add_argument("--net", default="", help="student, an EMA, teacher, or several: student,ema "
                                                   "(default: first EMA, and teacher if there is one)")
     parser.add_argument("--steps", default="", help="step counts, 1,2 (default: the run's; a teacher's 18)")
-    parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = none (default: the run's)")
     parser.add_argument("--seeds", type=int, default=5, help="samplings to average over (default 5)")
     parser.add_argument("--samples", type=int, default=1500, help="samples of one seed (default 1500)")
-    parser.add_argument("--batch", type=int, default=500, help="samples drawn at once (default 500)")
-    parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the best there is)")
     args = parser.parse_args(argv)
 
-    device, rank, world = sample.start(args.device)
-    if min(args.seeds, args.batch) < 1 or not 2 <= args.samples <= 1500:
-        raise BadInput(f"--seeds {args.seeds} and --batch {args.batch} must be at least 1, --samples "
-                       f"{args.samples} from 2 to 1500")
-    say = print if rank == 0 else lambda text: None
+    device, rank, *_, group = here = sample.start(args.device)
+    for key, low, high in ("seeds", 1, 1000), ("samples", 2, 1500):
+        common.number(f"--{key}", getattr(args, key), low, high)
+    judge, frozen = Judge(args.seeds) if rank == 0 else None, {}
     its = ckpt.scan(files.place(args.run) / "checkpoints") if args.all else []
-    judge, constant, run = Judge(args.seeds) if rank == 0 else None, {}, None
     for it in its or [args.ckpt]:
-        try:
-            run = sample.load_run(args.run, it, args.guidance, say)
-        except BadInput as e:
-            if run is None and it == (its or [it])[-1]:
-                raise
-            say(f"WARNING: checkpoint {it} is left out: {e}")
-            continue
+        run = sample.load_run(args.run, it, args.guidance, print if rank == 0 else lambda text: None)
         if run.state["data"].get("pairs_of", run.cfg["data"]) != "digits":
             raise BadInput(f"{run.folder} is a run on {run.cfg['data']}; this version scores --data digits "
                            f"only (FID needs Inception weights); sample.py --out FOLDER feeds another tool")
-        names = [sample.pick_net(run, n) for n in args.net.split(",")]
-        beside = ["teacher"] if not args.net and "teacher" in run.names else []
-        nets = {n: sample.load_net(run, n, device) for n in [*names, *beside]}
-        plan = []
-        for name, net in nets.items():                  # one sample each: refuses step counts before the work
-            counts = [run.cfg["steps"] if name in run.students else 18]
-            if args.steps and name not in beside:
-                counts = sample.numbers("--steps", args.steps, 1001)
-                if 0 in counts:
-                    raise BadInput(f"--steps {args.steps}: a sampler has at least 1 step")
-            for steps in counts:
-                calls = trainer.watch_calls({name: net})
-                next(sample.draw(run, net, name, [0], torch.tensor([0]), steps, 0, 1, device))
-                plan.append((name, steps, len(calls)))
+        rows, todo = [], plan(run, args, device)
         sample.make_folder(run.folder / "eval")
-        rows = []
-        for name, steps, calls in plan:
-            row = constant.get((name, steps))
-            row = row or score(run, nets[name], name, steps, judge, args, device, rank, world)
+        for name, net, steps, calls in todo:
+            row = frozen.get((name, steps)) or score(run, net, name, steps, judge, args, here)
+            if name not in run.students and name not in run.state["nets"]:              # is scored once
+                frozen[name, steps] = row
             rows.append(row | dict(calls=calls, checkpoint=run.it))
-            if name not in run.students and name not in run.state["nets"]:      # frozen: scored once
-                constant[name, steps] = row
         if rank == 0:
             text = json.dumps(dict(
                 run=run.folder.resolve().name, checkpoint=run.it, method=run.state["method"], data="digits",
                 classifier=dict(file=f"assets/{CLASSIFIER.name}", sha256=file_hash(CLASSIFIER)),
                 sources=run.state["sources"], results=rows, real=judge.real), indent=1)
-            file = run.folder / "eval" / f"{run.it:07d}.json"
-            old = json.loads(files.read(file) or json.dumps(dict(results=rows)))["results"][0]
-            if old["samples"] * len(old["seeds"]) > args.samples * args.seeds:      # keep the better score
-                file = file.with_stem(f"{file.stem}_{args.samples}x{args.seeds}")
-            files.write(file, lambda f: f.write(f"{text}\n".encode()))
+            files.write(run.folder / "eval" / f"{run.it:07d}.json", lambda f: f.write(f"{text}\n".encode()))
             print(table(run, rows, judge.real), flush=True)
-    trainer.close(dist.group.WORLD if world > 1 else None)
+    trainer.close(group)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import ckpt
 import common
-import data
 import files
 import fill
 import judge
@@ -49,13 +48,12 @@ def load_run(folder, it=None, guidance=None, say=print):
         raise BadInput(f"{folder} holds no checkpoints; give a run folder, as outputs/fewstep/digits/dmd2")
     if it is None:
         it, state = ckpt.newest(folder / "checkpoints", say)
+        if state is None:
+            raise BadInput(f"{folder} has no training checkpoint of this version that can be read")
     elif it in its:
         state = ckpt.load_checkpoint(ckpt.path(folder / "checkpoints", it))
     else:
-        near = min(its, key=lambda n: abs(n - it))
-        raise BadInput(f"{folder} has no checkpoint {it}; the nearest is {near}, the newest {its[-1]}")
-    if state is None:
-        raise BadInput(f"{folder} has no training checkpoint of this version that can be read")
+        raise BadInput(f"{folder} has no checkpoint {it}; the newest is {its[-1]}")
     cfg = Config(state["config"])
     with files.fetch(folder / "method.py") as here:
         method = train.load_method(here)
@@ -70,31 +68,37 @@ def load_run(folder, it=None, guidance=None, say=print):
 
 
 def pick_net(run, name):
-    """The net that is meant: "" = the first EMA, else the student; "ema" = the first EMA."""
-    if name == "" or (name == "ema" and len(run.students) > 1 and name not in run.names):
-        return run.students[0]
-    if name not in run.names:
-        raise BadInput(f"--net {name} is not in {run.folder}; it has {', '.join(run.names)}")
-    return name
+    """The net that is meant: "" = the first EMA, else the student."""
+    common.known(f"--net of {run.folder}:", name or run.students[0], run.names)
+    return name or run.students[0]
+
+
+def own_steps(run, name):
+    return run.cfg["steps"] if name in run.students else 18
 
 
 def load_net(run, name, device):
-    """One net or EMA, filled, in eval mode. The others stay on the meta device, and no source file is read,
+    """One net or EMA, filled and frozen. The others stay on the meta device, and no source file is read,
     unless frozen parts of this one come from them."""
-    nets, inits, weights = copy.deepcopy(run.nets), run.method.init(run.cfg), dict(run.state["nets"])
+    inits, weights = run.method.init(run.cfg), dict(run.state["nets"])
     own = source = "student" if name in run.students else name
     if name in run.state["emas"]:
         weights[own] = run.state["emas"][name]
-    needed = {own: nets[own]}
+    nets, models = run.nets, {own: run.nets[own]}
     while set(weights.get(source, ())) != set(nets[source].state_dict()) and inits.get(source) in nets:
         source = inits[source]
-        needed[source] = nets[source]
-    trainable = {n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in needed.items()}
-    filled = {name: copy.deepcopy(net).to_empty(device="cpu") for name, net in needed.items()}
+        models[source] = nets[source]
     state = dict(nets=weights)
-    sources = {s: ckpt.read(run.state["sources"][s]) for s in fill.needed(needed, inits, state)}
-    fill.fill(filled, needed, inits, sources, state, trainable, run.cfg, "cpu")
-    return filled[own].to(device).eval().requires_grad_(False)
+    sources = {s: ckpt.read(run.state["sources"][s]) for s in fill.needed(models, inits, state)}
+    return frozen(models, inits, sources, state, run.cfg["seed"])[own].to(device)
+
+
+def frozen(models, inits, sources, state=None, seed=0):
+    """The nets whose models (on meta) are given, filled on the CPU as `fill.fill` says, in eval mode."""
+    nets = {name: copy.deepcopy(model).to_empty(device="cpu") for name, model in models.items()}
+    trainable = {n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in nets.items()}
+    fill.fill(nets, models, inits, sources, state, trainable, dict(seed=seed), "cpu")
+    return {name: net.eval().requires_grad_(False) for name, net in nets.items()}
 
 
 @torch.no_grad()
@@ -105,6 +109,8 @@ def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=
         solve = getattr(sys.modules.get(type(net).__module__), "teacher_sample", common.heun)
         return solve(net, noise, batch["cond"], steps, batch["uncond"], cfg["guidance"])
 
+    common.number("--steps", steps, 1, 1000)
+    common.number("--batch", batch, 1)
     sampler = run.method if name in run.students else SimpleNamespace(sample=many_steps)
     run.cfg.read = frozenset()
     for start in range(rank * batch, len(ids), world * batch):
@@ -117,21 +123,13 @@ def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=
 
 
 def start(device):
-    """(device, rank, world); with several ranks the process group, which gathers on the CPU."""
+    """(device, rank, world, group): of several ranks a gloo group, which gathers on the CPU, else None."""
     rank, world, local = startup.ranks()
     device = startup.pick_device(dict(device=device), local)
     torch.backends.cudnn.allow_tf32 = False             # with TF32 a sample would depend on its batch
     if world > 1:
         dist.init_process_group("gloo")
-    return device, rank, world
-
-
-def gather(mine, rank, world):
-    """On rank 0, the items of every rank's list."""
-    everyone = [mine] * world
-    if world > 1:
-        dist.gather_object(mine, everyone if rank == 0 else None)
-    return sum(everyone, [])
+    return device, rank, world, dist.group.WORLD if world > 1 else None
 
 
 def numbers(flag, text, limit):
@@ -140,10 +138,8 @@ def numbers(flag, text, limit):
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if high < low:
-            raise BadInput(f"{flag} {text!r} is not a list of numbers and ranges, such as 0-79 or 0,5,7")
-        if high >= limit:
-            raise BadInput(f"{flag} {text} is out of range; numbers go from 0 to {limit - 1}")
+        if not low <= high < limit:
+            raise BadInput(f"{flag} {text!r} is not a list of numbers below {limit}, such as 0,5-7")
         found += range(low, high + 1)
     return found
 
@@ -152,38 +148,39 @@ def make_folder(folder):
     startup.make_folder(folder, f"{folder} cannot be written to", "give another place")
 
 
-def main(argv):
-    parser = argparse.ArgumentParser("sample.py", description=__doc__,
+def arguments(name, text, batch):
+    """A parser of what sample.py and evaluate.py both take."""
+    parser = argparse.ArgumentParser(name, description=text,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="run folder")
     parser.add_argument("--ckpt", type=int, help="iterations done by the checkpoint (default: the newest)")
+    parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = none (default: the run's)")
+    parser.add_argument("--batch", type=int, default=batch, help=f"samples drawn at once (default {batch})")
+    parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the best there is)")
+    return parser
+
+
+def main(argv):
+    parser = arguments("sample.py", __doc__, batch=64)
     parser.add_argument("--net", default="", help="student, teacher, an EMA (default: the first one)")
     parser.add_argument("--steps", type=int, help="of the sampler (default: the run's; 18 for a teacher)")
     parser.add_argument("--classes", default="all", help="0,1,2 or 0-9 or all (default)")
     parser.add_argument("--seeds", default="0-79", help="samples to draw, 0-79 (default) or 0,5,7")
-    parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = none (default: the run's)")
     parser.add_argument("--out", help="a .png for one sheet (default: in the run's samples/), or a folder "
                                       "for one PNG per sample, named by its seed")
-    parser.add_argument("--batch", type=int, default=64, help="samples drawn at once (default 64)")
-    parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the best there is)")
     args = parser.parse_args(argv)
 
     # everything that can be wrong with the input
-    device, rank, world = start(args.device)
+    device, rank, world, group = start(args.device)
     run = load_run(args.run, args.ckpt, args.guidance, print if rank == 0 else lambda text: None)
     name, many = pick_net(run, args.net), run.cfg["classes"]
-    steps = args.steps if args.steps is not None else run.cfg["steps"] if name in run.students else 18
-    if not 1 <= steps <= 1000 or args.batch < 1:
-        raise BadInput(f"--steps {steps} and --batch {args.batch} must be at least 1, --steps at most 1000")
-    if not many and args.classes != "all":
-        raise BadInput(f"--classes {args.classes}: {run.folder} is unconditional; leave --classes out")
-    classes = numbers("--classes", args.classes.replace("all", f"0-{many - 1}"), many) if many else [-1]
+    steps = own_steps(run, name) if args.steps is None else args.steps
+    every = list(range(many)) or [-1]                                       # -1: unconditional
+    classes = every if args.classes == "all" else numbers("--classes", args.classes, many)
     ids = numbers("--seeds", args.seeds, 10_000_000)                        # names have seven digits
     labels = torch.tensor([classes[i % len(classes)] for i in ids])
     out = files.place(args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}.png")
     one_sheet = out.suffix.lower() == ".png"
-    if not one_sheet and out.suffix.lower() in data.suffixes:
-        raise BadInput(f"--out {out}: samples are written as PNG; give a .png, or a folder")
     make_folder(out.parent if one_sheet else out)
 
     # draw; separate files are written batch by batch
@@ -200,14 +197,14 @@ def main(argv):
         for number, label, image in zip(i, c.tolist(), images):
             picture = Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy())
             logs.save_png(picture, out / f"{number:07d}.png", about | {"seed": number, "class": label})
-    sheet = dict(gather(sheet, rank, world))                                # every rank is through
+    sheet = dict(sum(common.everyone(sheet, group), []))                    # every rank is through
     if rank == 0 and one_sheet:
         columns = len(classes) if 1 < len(classes) < 10 else 10
         about |= {"seed": args.seeds, "class": ",".join(map(str, labels.tolist()))}
         logs.save_grid(torch.stack([sheet[i] for i in ids]), out, columns, about)
     if rank == 0:
         print(f"{out}: {len(ids)} samples of {name}, {steps} steps, checkpoint {run.it}")
-    trainer.close(dist.group.WORLD if world > 1 else None)
+    trainer.close(group)
 
 
 if __name__ == "__main__":

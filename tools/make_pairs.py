@@ -15,7 +15,6 @@ are taken into the solver's grid. FOLDER (or a URL) gets
 Given again it makes what is missing. A folder that was made otherwise is refused.
 """
 import argparse
-import copy
 import json
 import sys
 import time
@@ -31,23 +30,12 @@ import ckpt                     # noqa: E402
 import common                   # noqa: E402
 import data                     # noqa: E402
 import files                    # noqa: E402
-import fill                     # noqa: E402
 import sample                   # noqa: E402
-import startup                  # noqa: E402
 import train                    # noqa: E402
 import trainer                  # noqa: E402
 from nets import encoders       # noqa: E402
 
 ORDERS = dict(heun=2, euler=1)
-
-
-def load_teacher(args, source, classes):
-    with torch.device("meta"):
-        model = common.make_net(args.net, label_dim=classes)
-    net = copy.deepcopy(model).to_empty(device="cpu")
-    fill.fill(dict(teacher=net), dict(teacher=model), dict(teacher=args.teacher),
-              {args.teacher: ckpt.read(source)}, None, {}, dict(seed=0), "cpu")
-    return net.eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -71,7 +59,7 @@ def write_meta(folder, meta):
                               f"or the settings of its meta.json")
     if not old:
         if isinstance(folder, Path):
-            startup.make_folder(folder, f"{folder} cannot be written to", "give another place")
+            sample.make_folder(folder)
         files.write(folder / "meta.json", lambda f: f.write(f"{json.dumps(meta)}\n".encode()))
 
 
@@ -106,15 +94,17 @@ def main(argv):
     args = parser.parse_args(argv)
 
     # everything that can be wrong with the input
-    device, rank, world = sample.start(args.device)
-    group, folder = dist.group.WORLD if world > 1 else None, files.place(args.out)
+    device, rank, world, group = sample.start(args.device)
+    folder = files.place(args.out)
     common.known("--solver", args.solver, ORDERS)
     if args.pairs < 2 or min(args.shard, args.batch) < 1:
         raise common.BadInput(f"--pairs {args.pairs} must be at least 2, --shard {args.shard} and --batch "
                               f"{args.batch} at least 1")
     found = data.load(dict(data=args.data))
     source = ckpt.resolve(args.teacher)
-    net = load_teacher(args, source, found.classes)
+    with torch.device("meta"):
+        model = dict(teacher=common.make_net(args.net, label_dim=found.classes))
+    net = sample.frozen(model, dict(teacher=args.teacher), {args.teacher: ckpt.read(source)})["teacher"]
     path_t = [common.number("--path_t", t, 1e-6) for t in args.path_t.split(",")]
     common.t_list(net.schedule, len(path_t), path_t)
     common.t_list(net.schedule, args.steps)
