@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import BadInput, guide, predict, t_like
+from common import BadInput, predict, t_like
 
 
 class Net(nn.Module):
@@ -287,7 +287,7 @@ def flow_euler(net, noise, cond, ts, uncond=None, guidance=1.0, rescale=None):
     for t, t_next in zip(ts, ts[1:]):
         flow = predict(net, x, t_like(t, x), cond, "flow")
         if uncond and guidance > 1:
-            guided = guide(flow, predict(net, x, t_like(t, x), uncond, "flow"), guidance)
+            guided = flow + (guidance - 1) * (flow - predict(net, x, t_like(t, x), uncond, "flow"))
             flow = rescale(guided, flow) if rescale else guided
         x = x + (t_next - t) * flow
     return x

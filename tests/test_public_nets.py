@@ -17,7 +17,7 @@ import run
 import shard
 from common import make_net
 from nets import dit, edm2, flux, qwen_image, sd
-from nets.discriminators import ImageDiTHead, UNetHead
+from nets.discriminators import Head, ImageDiTHead, UNetHead
 from nets.layers import dynamic_mu, sigma_grid
 from run import refused
 from test_methods import one_step
@@ -132,7 +132,7 @@ def test_heads_for_transformers_equal_the_reference_and_the_public_models_heads_
                                       (ImageDiTHead, (3072, 64, 64), 75.5)):
             head = kind([shape])
             assert abs(sum(p.numel() for p in head.parameters()) / 1e6 - millions) < 0.1
-            assert [type(head.get_submodule(name)) for name in head.blocks] == [torch.nn.Sequential]
+            assert [type(head.get_submodule(name)) for name in head.blocks] == [Head]
 
 @pytest.mark.parametrize("name", ["dmd2", "f_distill", "ladd"])
 def test_methods_with_a_discriminator_take_steps_on_a_transformer_and_on_edm2(name, monkeypatch):
