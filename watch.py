@@ -177,7 +177,7 @@ class Profile:
                 kind = "cuda" if self.device.type == "cuda" else "cpu"
                 table = prof.key_averages().table(f"self_{kind}_time_total", row_limit=40)
                 files.make(self.folder)
-                files.write(file, lambda f: prof.export_chrome_trace(f.name) or saved(f))
+                files.write(file, lambda f: prof.export_chrome_trace(f.name))
                 files.write(file.with_suffix(".txt"), lambda f: f.write(table.encode()))
                 if self.device.type == "cuda":
                     files.write(file.with_suffix(".pickle"), lambda f: torch.cuda.memory._dump_snapshot(f.name))
@@ -186,11 +186,6 @@ class Profile:
                 self.say(f"WARNING: no profile {file} ({e})", "warning")
             if self.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def saved(f):
-    if not os.path.getsize(f.name):                     # kineto only prints that a disk is full
-        raise OSError("the trace could not be written")
 
 
 def device_values(device):
