@@ -146,9 +146,11 @@ def begin_all(todo):
 
 EMAS = dict(ema=("ema:0.9", "ema_power:power=0.1"), val_every=5, sample_every=5, save_every=10)
 
-def stored(folder, it):
-    """Whole tensors of a checkpoint, as `held` names them; read by one process."""
+def stored(folder, it, ema=""):
+    """Whole tensors of a checkpoint, named as `begin` names them, or of one average; read by one process."""
     state = ckpt.load_checkpoint(ckpt.path(folder / "checkpoints", it))
+    if ema:
+        return dict(state["emas"][ema])
     kinds = [state["nets"], dict(zip(("ema0", "ema1"), state["emas"].values()))]
     tensors = {f"{n}.{k}": v for kind in kinds for n, each in kind.items() for k, v in each.items()}
     return tensors | {k: v for each in state["optims"].values() for k, v in each.items()}
@@ -212,33 +214,29 @@ def flip(file):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
-STUDENT = "0000006.student_model/rank_00001.pth"
-DAMAGE = {                                              # (what is done to the newest, what is said and found)
-    "truncated shard": (lambda at: cut(at / STUDENT), "rank_00001.pth cannot be read", 4),
-    "truncated record": (lambda at: cut(at / "0000006.pth"), "0000006.pth cannot be read", 4),
-    "one flipped byte": (lambda at: flip(at / "0000006.fake_optim/rank_00000.pth"), "is damaged", 4),
-    "a flipped byte of the record": (lambda at: flip(at / "0000006.pth"), "0000006.pth", 4),
-    "missing shard": (lambda at: (at / STUDENT).unlink(), "rank_00001.pth does not exist", 4),
-    "missing folder": (lambda at: shutil.rmtree(at / "0000006.ema_model"), "00000.pth does not exist", 4),
-    "empty record": (lambda at: (at / "0000006.pth").write_bytes(b""), "0000006.pth cannot be read", 4),
-    "renamed record": (lambda at: shutil.copy(at / "0000004.pth", at / "0000006.pth"), "renamed", 4),
-    "shard of another save": (lambda at: shutil.copy(at / STUDENT.replace("6.", "4."), at / STUDENT),
-                              "is not of the same save as 0000006.pth", 4),
-    "missing record": (lambda at: (at / "0000006.pth").unlink(), "", 4),
-    "stray directory": (lambda at: (at / "0000008.pth").mkdir(), "0000008.pth", 6),
-    "other names": (lambda at: [shutil.copy(at / "0000004.pth", at / name) for name in (
-        "10000000.pth", "latest.pth", ".0000009.pth.1.tmp", "0000009.pth.tmp", "000007.pth")], "", 6)}
+OLD, STUDENT = (f"000000{it}.student_model/rank_00001.pth" for it in (4, 6))
+DAMAGE = [                              # what is done to which file, what is said, which one is found
+    (cut, STUDENT, "rank_00001.pth cannot be read", 4),
+    (cut, "0000006.pth", "0000006.pth cannot be read", 4),
+    (flip, "0000006.fake_optim/rank_00000.pth", "is damaged", 4),
+    (flip, "0000006.pth", "0000006.pth", 4),
+    (Path.unlink, STUDENT, "rank_00001.pth does not exist", 4),
+    (Path.unlink, "0000006.pth", "", 4),
+    (lambda file: shutil.rmtree(file.parent), "0000006.ema_model/rank_00000.pth", "does not exist", 4),
+    (lambda file: file.write_bytes(b""), "0000006.pth", "0000006.pth cannot be read", 4),
+    (lambda file: shutil.copy(file.parent / "0000004.pth", file), "0000006.pth", "renamed", 4),
+    (lambda file: shutil.copy(file.parents[1] / OLD, file), STUDENT, "not of the same save as 0000006.pth", 4),
+    (Path.mkdir, "0000008.pth", "0000008.pth", 6),
+    *((Path.touch, name, "", 6) for name in ("10000000.pth", "latest.pth", "0000009.pth.tmp", "000007.pth"))]
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_the_newest_whole_checkpoint_is_found_and_a_bad_one_named(kind, sharded, tmp_path):
-    harm, words, found = DAMAGE[kind]
-    shutil.copytree(sharded, tmp_path / "at")
-    before, said = stored(sharded.parent, found), []
-    harm(tmp_path / "at")
-    it, state = ckpt.newest(tmp_path / "at", said.append)
-    assert it == found and len(said) == bool(words) and all(words in s for s in said), said
-    (tmp_path / "at").rename(tmp_path / "checkpoints")
-    assert differing(before, stored(tmp_path, found)) == []
+@pytest.mark.parametrize("harm, file, says, found", DAMAGE)
+def test_the_newest_whole_checkpoint_is_found_and_a_bad_one_named(harm, file, says, found, sharded, tmp_path):
+    shutil.copytree(sharded, tmp_path / "checkpoints")
+    harm(tmp_path / "checkpoints" / file)
+    said = []
+    it, state = ckpt.newest(tmp_path / "checkpoints", said.append)
+    assert it == found and len(said) == bool(says) and all(says in s for s in said), said
+    assert differing(stored(sharded.parent, found), stored(tmp_path, found)) == []
 
 def test_what_cannot_be_read_now_is_not_taken_for_damaged(sharded, monkeypatch):
     def broken(file):
@@ -312,28 +310,29 @@ def test_sigkill_loses_no_checkpoint_but_the_one_being_written(root, in_backgrou
 
 def test_export_writes_a_checkpoint_and_an_entry_of_it_into_one_file(sharded, tmp_path, outputs):
     (outputs / "dmd2/checkpoints").mkdir(parents=True)
-    record, weights = outputs / "dmd2/checkpoints/0000004.pth", tmp_path / "ema.safetensors"
+    record, ema = outputs / "dmd2/checkpoints/0000004.pth", stored(sharded.parent, 6, "ema")
     export.main([f"{sharded / record.name}", str(record)])
     assert os.listdir(record.parent) == ["0000004.pth"]
     assert differing(stored(sharded.parent, 4), stored(outputs / "dmd2", 4)) == []
-    for source, file in ((sharded.parent, weights), (sharded.parent, tmp_path / "ema.pth")):
-        export.main([f"{source}#ema", str(file)])
-        ema = ckpt.load_checkpoint(sharded / "0000006.pth")["emas"]["ema"]
-        assert differing(ckpt.load(file), dict(ema)) == []
-    for entry, out, words in (("#ema", str(weights), "exists"), ("", "x.pth", "0000006.pth"),
+    for file in tmp_path / "ema.safetensors", tmp_path / "ema.pth":
+        export.main([f"{sharded.parent}#ema", str(file)])
+        assert differing(ckpt.load(file), ema) == []
+    for entry, out, words in (("#ema", str(file), "exists"), ("", "x.pth", "0000006.pth"),
                               ("#no", "x.pth", "no entry no"), ("", "x.txt", ".pth")):
         assert words in refused(export.main, [f"{sharded.parent}{entry}", out])
     shutil.copy(sharded.parent / "method.py", outputs / "dmd2")         # replicas on one rank go on from it
     changes = dict(name="dmd2", max_iter=6, save_every=2, accum=2, teacher=setup("dmd2")[1]["teacher"])
     run.run(*setup("dmd2", **changes, resume="force"))
+    for key, value in stored(outputs / "dmd2", 6, "ema").items():
+        torch.testing.assert_close(value, ema[key], rtol=1e-4, atol=1e-6)
+
+def test_an_average_in_shards_is_a_source_and_samples(sharded):
+    ema = stored(sharded.parent, 6, "ema")
     net = sample.load_net(sample.load_run(sharded.parent), "ema", torch.device("cpu"))
     pupil = FSDP | dict(name="pupil", teacher=f"{sharded.parent}#ema", max_iter=1)
-    begun = run.ranks(2, begin_all, [("dmd2", pupil)])
-    begun = {k[8:]: v for k, v in begun[1][0][0].items() if k.startswith("teacher.")}
-    assert differing(dict(net.state_dict()), dict(ema)) == [] == differing(begun, dict(ema))
-    ours, theirs = (stored(f, 6) for f in (outputs / "dmd2", sharded.parent))
-    for key in (k for k in theirs if k.startswith("ema")):
-        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-6)
+    begun = run.ranks(2, begin_all, [("dmd2", pupil)])[1][0][0]
+    assert differing(dict(net.state_dict()), ema) == []
+    assert differing({k[8:]: v for k, v in begun.items() if k.startswith("teacher.")}, ema) == []
 
 # ---- memory
 BIG = "toy:tiny,dim=1536,depth=10,heads=8"              # 206 M parameters
