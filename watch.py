@@ -24,8 +24,6 @@ class Anomaly:
     def __init__(self, nets):
         self.flags, self.on, self.found = [], False, ""         # flags: [(what, bools)]
         for root, net in nets.items():
-            net.register_forward_pre_hook(
-                lambda net, *given, root=root: self.look(f"{root}: its input", given), with_kwargs=True)
             for path, module in net.named_modules():
                 name = f"{root}.{path}".rstrip(".") + f" ({type(module).__name__.removeprefix('FSDP')})"
                 module.register_forward_hook(lambda module, given, out, name=name: self.look(
@@ -33,7 +31,7 @@ class Anomaly:
 
     def look(self, what, values, backward=""):
         for x in tree_leaves(values) if self.on else ():
-            if torch.is_tensor(x) and x.is_floating_point() and x.dtype.itemsize > 1:       # no float8
+            if torch.is_tensor(x) and x.is_floating_point():
                 parts = [p.detach() for p in forward_ad.unpack_dual(x) if p is not None]    # jvp: tangent
                 self.flags.append((what, plain(torch.stack([p.isfinite().all() for p in parts])).all()))
                 x = plain(x)
