@@ -185,10 +185,3 @@ def test_a_deterministic_run_sets_what_it_needs_and_the_next_one_resets_it(name,
         run.run(*setup(name, max_iter=2, deterministic=on, name=f"{on}"))
         assert torch.are_deterministic_algorithms_enabled() == on
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-def test_device_values_leave_out_what_the_device_does_not_tell(monkeypatch):
-    assert watch.device_values(torch.device("cpu")) == {}
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 ** 31)
-    for utilization, values in (lambda device: 97, dict(gpu_util=97)), (lambda device: 1 / 0, {}):
-        monkeypatch.setattr(torch.cuda, "utilization", utilization)
-        assert watch.device_values(torch.device("cuda")) == dict(reserved_gb=2.0) | values
