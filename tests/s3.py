@@ -49,8 +49,9 @@ def server():
         server.stop()
         s3fs.S3FileSystem.clear_instance_cache()
 
-def bucket(name):
-    """boto3's view of a new bucket: another program that works in the store. `at`: its URL."""
+def bucket(request):
+    """boto3's view of a test's own bucket: another program that works in the store. `at`: its URL."""
+    name = f"b{abs(hash(request.node.name))}"
     bucket = boto3.resource("s3", region_name="us-east-1").create_bucket(Bucket=name)
     bucket.at = f"s3://{name}"
     return bucket

@@ -34,7 +34,7 @@ def server():
 
 @pytest.fixture
 def bucket(server, request):
-    return s3.bucket(f"b{abs(hash(request.node.name))}")
+    return s3.bucket(request)
 
 @pytest.fixture(params=["disk", "store"])
 def folder(request, tmp_path, bucket):

@@ -102,14 +102,11 @@ def test_two_ranks_name_the_module_of_a_sharded_net_and_the_rank_whose_loss_is_n
     skips = re.findall(rf"left out at it (.), phase 'student': the gradient was not finite {why}\n", said)
     assert skips == ["1", "4"] and said.count("left out") == 2          # the first of a row
 
-def test_blame_is_of_means_over_micro_steps_and_keeps_no_graph(monkeypatch):
-    x, own = torch.ones(2, requires_grad=True), [dict(loss=torch.tensor(1.0), dm=2), dict(loss=3, dm=4)]
+def test_blame_is_of_means_over_micro_steps_and_names_few_ranks(monkeypatch):
+    own = [dict(loss=torch.tensor(1.0), dm=2), dict(loss=3, dm=4)]
     assert watch.blame(own, None) == "all losses are finite, rank 0: loss 2 dm 3"
-    own.append(dict(loss=1, dm=float("nan")))
-    assert watch.blame(own, None, "x") == "rank 0: loss 1.667 dm nan (first x)"
     monkeypatch.setattr(watch, "everyone", lambda value, group: [value] * 9)
-    assert watch.blame(own, None).endswith("rank 3: loss 1.667 dm nan; 5 more ranks")
-    assert not watch.detached(x.sum(), dict(dm=x.mean()))["dm"].requires_grad
+    assert watch.blame([dict(loss=torch.nan)], None).endswith("rank 3: loss nan; 5 more ranks")
 
 HUNG = dict(            # exit codes (0: it heard that the other one had left), where the ranks stand
     sleeps=([(75, 75), (75, 0), (0, 75)], [r"step\): in \w+.py:\d+ predict < .*all_gather",
