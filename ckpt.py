@@ -378,8 +378,8 @@ def read(source):
             if pin(here) == {k: source[k] for k in ("size", "crc")}:
                 content = load(here, file)
     if content is None:
-        raise BadInput(f"{source['file']} is {'not the file it was' if file else 'gone'} since this run began "
-                       f"({source['size']} bytes then); put it back, or start anew with --name NEW")
+        raise BadInput(f"{source['file']} is {'not the file it was' if file else 'gone'} since this run "
+                       f"began ({source['size']} bytes then); put it back, or start anew with --name NEW")
     entry = source["entry"]
     if content.get("format") == FORMAT and "nets" in content:
         content = whole(content, file)

@@ -1,9 +1,10 @@
 """Files of a run, on a disk or in an object store: a path with "://" is a URL, of any kind fsspec knows.
 
-Credentials and server come from the usual environment and are written nowhere. What goes wrong is one sentence, BadInput: after some 5 s where a server refuses,
-20 s where none is reached, 70 s where one is silent. In a store a folder is what names of objects begin with;
-files come and go by way of $TMPDIR. A kill leaves whole files only: parts of an upload are no object (a
-life-cycle rule of the bucket, AbortIncompleteMultipartUpload, removes them).
+Credentials and server come from the usual environment and are written nowhere. What goes wrong is one
+sentence, BadInput: after some 5 s where a server refuses, 20 s where none is reached, 70 s where one is
+silent. In a store a folder is what names of objects begin with; files come and go by way of $TMPDIR. A kill
+leaves whole files only: parts of an upload are no object (a life-cycle rule of the bucket,
+AbortIncompleteMultipartUpload, removes them).
 """
 import contextlib
 import os

@@ -13,9 +13,8 @@ import yaml
 
 import resume
 import trainer
-from run import SERVER
-from test_preempt import (Run, command, folder_of, newest, nothing_left, runs, shared, stopped_well,  # noqa: F401
-                          until)
+from test_preempt import (Run, command, folder_of, newest, nothing_left, shared,        # noqa: F401
+                          stopped_well, until)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the process table in /proc")
 slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)    # noqa: E731

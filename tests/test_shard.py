@@ -58,7 +58,8 @@ def apart(ours, others, keys):
     assert len(ours) == len(others) and all(set(a) == set(b) for a, b in zip(ours, others))
     return [max(abs(a[k] - b[k]) / abs(a[k]) for k in a if k.startswith(keys)) for a, b in zip(ours, others)]
 
-FAST = [("sft", "sharded"), ("dmd2", "accum3"), *(("probe", mode) for mode in ("sharded", "keep", "all", "bare"))]
+FAST = [("sft", "sharded"), ("dmd2", "accum3"),
+        *(("probe", mode) for mode in ("sharded", "keep", "all", "bare"))]
 ALL = [*itertools.product(("sft", "dmd2", "probe"), MODES)]
 HSDP = [("dmd2", "hsdp")], [*itertools.product(("sft", "dmd2", "probe"), ("hsdp", "accum3"))]
 
@@ -226,7 +227,7 @@ DAMAGE = [                              # what is done to which file, what is sa
     (lambda file: shutil.rmtree(file.parent), "0000006.ema_model/rank_00000.pth", "does not exist", 4),
     (lambda file: file.write_bytes(b""), "0000006.pth", "0000006.pth cannot be read", 4),
     (lambda file: shutil.copy(file.parent / "0000004.pth", file), "0000006.pth", "renamed", 4),
-    (lambda file: shutil.copy(file.parents[1] / OLD, file), STUDENT, "not of the same save as 0000006.pth", 4),
+    (lambda file: shutil.copy(file.parents[1] / OLD, file), STUDENT, "of the same save as 0000006.pth", 4),
     (Path.mkdir, "0000008.pth", "0000008.pth", 6),
     *((Path.touch, name, "", 6) for name in ("10000000.pth", "latest.pth", "0000009.pth.tmp", "000007.pth"))]
 

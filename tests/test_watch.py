@@ -38,12 +38,12 @@ class Spoil(nn.Module):
 class Sorts(nn.Linear):
     """Returns all sorts of things."""
     def forward(self, x):
-        return {7: [(super().forward(x), "")], "": (None, torch.ones(0), torch.arange(3)), "leaf": self.weight}
+        return {7: [(super().forward(x), "")], "": (None, torch.ones(0), torch.arange(3)), 0: self.weight}
 
 def make_net():
     return nn.Sequential(nn.Sequential(nn.Linear(4, 4), Spoil()), Sorts(4, 4))
 
-BLOCK, GRADIENT = (f"student.0.{what} is not finite" for what in (      # the module before it gets the gradient
+BLOCK, GRADIENT = (f"student.0.{what} is not finite" for what in (    # the module before it gets that
     "1 (Spoil): its output", "0 (Linear): the gradient of its output"))
 NAMED = dict.fromkeys(("plain", "recomputed"), ["", GRADIENT, BLOCK]) | {
     "no grad": ["", "", BLOCK], "jvp": ["", BLOCK, BLOCK]}              # jvp: the tangent is nan
