@@ -6,11 +6,11 @@
     N.{ema}_model/  N.{phase}_optim/     averages and optimizers; shards says how many files, and their keys
 
 A file is written under a temporary name, synced, and renamed, so a kill at any moment leaves whole files
-only. The scan accepts seven digits and `.pth`, nothing else. Loading is weights-only (no pickled code runs)
-and checks every byte against the archive's checksums; a stamp tells files of one save from another's. Why not
-torch.distributed.checkpoint: its metadata is a pickle, nothing notices a flipped byte, and a save in the
-background runs collectives of its own. A *source* names weights for a net, `path[#entry]`: a run folder (its
-newest checkpoint), a checkpoint, or a plain weights file; the entry is a net or an EMA in it.
+only. Loading is weights-only (no pickled code runs) and checks every byte against the archive's checksums; a
+stamp tells files of one save from another's. Why not torch.distributed.checkpoint: its metadata is a pickle,
+nothing notices a flipped byte, and a save in the background runs collectives of its own. A *source* names
+weights for a net, `path[#entry]`: a run folder (its newest checkpoint), a checkpoint, or a plain weights
+file; the entry is a net or an EMA in it.
 """
 import contextlib
 import errno
@@ -65,8 +65,7 @@ class Shards(Mapping):
         self.opened = {}
 
     def file(self, at):
-        """The rows of rank `at`, {key: tensor}. Raises BadInput if they are missing, damaged, or another
-        save's."""
+        """The rows of rank `at`, {key: tensor}. Raises Damaged if they are missing, or another save's."""
         if at not in self.opened:
             file = self.folder / f"rank_{at:05d}.pth"
             if not files.exists(file):
@@ -156,22 +155,18 @@ def save(file, content):
         files.write(file, lambda f: torch.save(content, f))
 
 
+def clear(folder, its, kept=()):
+    """Delete all that is there of the iterations `its` but for those `kept`, the records first."""
+    for name in sorted(files.names(folder), key=lambda n: not n.endswith(".pth")):
+        if re.match(r"[0-9]{7}\.", name) and int(name[:7]) in its and int(name[:7]) not in kept:
+            files.remove(folder / name)
+
+
 def prune(folder, keep_last, done):
     """Delete all but the newest `keep_last` checkpoints up to `done`, the one just written (later ones are
     damaged, else the run would be past them), and what unfinished saves before it left; 0 keeps all."""
     if keep_last:
-        kept = [n for n in scan(folder) if n <= done][-keep_last:]
-        old = [n for n in files.names(folder) if re.match(r"[0-9]{7}\.", n) and int(n[:7]) <= done
-               and int(n[:7]) not in kept]
-        for name in sorted(old, key=lambda n: not n.endswith(".pth")):      # the record goes first
-            files.remove(folder / name)
-
-
-def clear(folder, it):
-    """Delete the shards of an iteration that has no N.pth."""
-    for name in files.names(folder):
-        if name.startswith(f"{it:07d}.") and not name.endswith(".pth"):
-            files.remove(folder / name)
+        clear(folder, range(done + 1), kept=[n for n in scan(folder) if n <= done][-keep_last:])
 
 
 class Saver:
@@ -185,48 +180,42 @@ class Saver:
         if mesh is not None:
             *replica, self.at = mesh.get_coordinate()
             self.count, self.writes = mesh.size(mesh.ndim - 1), sum(replica) == 0   # replicas write once
-        self.it = self.thread = self.record = self.error = None
+        self.due = self.thread = self.error = None      # due: (it, record) that finish() commits
 
     def save(self, it, content, wait=False):
         """content(): the state dict, with this rank's rows of sharded tensors. BadInput on every rank if any
         could not write."""
         self.finish()
-        self.it, parts, background = it, {}, self.background and not wait
+        record, parts, self.error = None, {}, None
+        background = self.background and not wait
         stamp = from_rank0(secrets.token_hex(4), self.gloo) if self.count else ""
         try:
             if self.count or self.rank == 0:
-                self.record, parts = split(content(), self.count, stamp)
-            if not self.writes:
-                parts = {}
-            if self.rank:
-                self.record = dict(shards=dict(stamp=stamp))
+                record, parts = split(content(), self.count, stamp)
+            record, parts = record if self.rank == 0 else None, parts if self.writes else {}
             if background:
-                self.record, parts = snapshot(self.record), snapshot(parts)
+                record, parts = snapshot(record), snapshot(parts)
         except BadInput as e:
             self.error = str(e)
+        self.due = it, record
         if background:
-            self.thread = threading.Thread(target=self.write, args=(parts,), name="save")
+            self.thread = threading.Thread(target=self.write, args=(it, record, parts, stamp), name="save")
             self.thread.start()
         else:
-            self.write(parts)
+            self.write(it, record, parts, stamp)
             self.finish()
 
-    def write(self, parts):
+    def write(self, it, record, parts, stamp):
         """This rank's files; of replicas the whole checkpoint."""
         try:
-            if self.error is None and self.writes:
-                for part, rows in parts.items():
-                    folder = self.folder / f"{self.it:07d}.{part}"
-                    files.make(folder)
-                    stamp = self.record["shards"]["stamp"]
-                    save(folder / f"rank_{self.at:05d}.pth", dict(stamp=stamp, rows=rows))
-                if not self.count:
-                    save(path(self.folder, self.it), self.record)
+            for part, rows in parts.items() if self.error is None else ():
+                folder = self.folder / f"{it:07d}.{part}"
+                files.make(folder)
+                save(folder / f"rank_{self.at:05d}.pth", dict(stamp=stamp, rows=rows))
+            if self.error is None and self.rank == 0 and not self.count:
+                save(path(self.folder, it), record)
         except Exception as e:
-            self.error = str(e) if isinstance(e, BadInput) else f"{path(self.folder, self.it)}: {e!r}"
-
-    def pending(self):
-        return self.it is not None
+            self.error = str(e) if isinstance(e, BadInput) else f"{path(self.folder, it)}: {e!r}"
 
     def busy(self):
         return self.thread is not None and self.thread.is_alive()
@@ -237,17 +226,14 @@ class Saver:
             self.thread.join()
 
     def finish(self):
-        """Wait for what is being written, and commit it."""
-        if self.pending():
-            self.wait()
+        """Wait for what is being written, if anything is, and commit it."""
+        self.wait()
+        if self.due is not None:
+            (it, record), self.due = self.due, None
             error = next(filter(None, everyone(self.error, self.gloo)), None)
-            record, it, self.it, self.thread, self.record, self.error = self.record, self.it, *[None] * 4
-            if error is None:
-                return on_rank0(lambda: self.commit(it, record), self.gloo)
-            if self.rank == 0:                          # a full disk need not stay full
-                with contextlib.suppress(BadInput):
-                    clear(self.folder, it)
-            raise BadInput(error)
+            if error is not None:
+                raise BadInput(error)
+            on_rank0(lambda: self.commit(it, record), self.gloo)
 
     def commit(self, it, record):
         if self.count:
@@ -272,46 +258,34 @@ def snapshot(content):
 
 # ---- reading -----------------------------------------------------------------------------------------------
 
-whole_files = set()      # (name, size, time) of archives whose every byte has been checked by this process
-
-
 def load(file, name=None):
     """The dict in a `.pth` or `.safetensors` file, on the CPU; a big file is mapped rather than read. Raises
-    BadInput, which calls it `name`, if it is truncated, damaged or not weights."""
+    Damaged, which calls it `name`, if it is missing, truncated, damaged or not weights."""
     name = name or file
     try:
         with files.fetch(file) as here:
             if here.suffix == ".safetensors":
                 from safetensors.torch import load_file
                 return load_file(here)
-            stat = here.stat()
-            key, damaged = (str(here), stat.st_size, stat.st_mtime_ns), None
-            if key not in whole_files:
-                with zipfile.ZipFile(here) as z:
-                    damaged = z.testzip()             # torch.load itself would load a flipped byte in silence
-            if damaged:
-                raise Damaged(f"{name} is damaged (wrong checksum in {damaged}); use another copy of it")
-            whole_files.add(key)
-            big = stat.st_size > 2 ** 28              # mapped: not all in memory, but nobody may write there
+            with zipfile.ZipFile(here) as z:
+                bad = z.testzip()                     # torch.load itself would load a flipped byte in silence
+            if bad:
+                raise Damaged(f"{name} is damaged (wrong checksum in {bad}); use another copy of it")
+            big = here.stat().st_size > 2 ** 28       # mapped: not all in memory, but nobody may write there
             content = torch.load(str(here), map_location="cpu", weights_only=True, mmap=big)
         if not isinstance(content, dict):
             raise Damaged(f"{name} holds a {type(content).__name__}, no dict of weights by name")
         return content
-    except (BadInput, OSError, MemoryError) as e:
-        if isinstance(e, Damaged):
-            raise
-        if isinstance(e, FileNotFoundError):
-            raise Damaged(f"{name} does not exist") from None
-        if getattr(e, "errno", 0) == errno.EINVAL:      # the archive's directory points before its beginning
-            raise Damaged(f"{name} is damaged ({e})") from e
-        if isinstance(e, IsADirectoryError):
-            raise Damaged(f"{name} is a folder, no file of weights") from None
-        if isinstance(e, BadInput):
-            raise
-        raise BadInput(f"could not read {name} ({type(e).__name__}: {e}); try again") from e
-    except Exception as e:                              # truncated archives raise half a dozen types
+    except BadInput:
+        raise
+    except FileNotFoundError:
+        raise Damaged(f"{name} does not exist") from None
+    except Exception as e:                              # truncated archives raise half a dozen types; EINVAL:
+        broken = (errno.EINVAL, errno.EISDIR)           # the archive's directory points before its beginning
+        if isinstance(e, MemoryError) or isinstance(e, OSError) and e.errno not in broken:
+            raise BadInput(f"could not read {name} ({type(e).__name__}: {e}); try again") from e
         raise Damaged(f"{name} cannot be read as weights ({str(e).splitlines()[0]}); "
-                       f"is it whole, and a .pth or .safetensors file of tensors?") from e
+                      f"is it whole, and a .pth or .safetensors file of tensors?") from e
 
 
 def load_checkpoint(file):
@@ -319,6 +293,8 @@ def load_checkpoint(file):
     state = load(file)
     if state.get("format") != FORMAT or not isinstance(state.get("it"), int):
         raise Damaged(f"{file} is no training checkpoint of this version")
+    if f"{state['it']:07d}" != file.stem:
+        raise Damaged(f"{file} is that of iteration {state['it']}, renamed")
     return whole(state, file)
 
 
@@ -327,34 +303,21 @@ def newest(folder, say, group=None):
     one that cannot be read for another reason is a BadInput: what is newer must not be written over.
     Every rank of the gloo group calls it; rank 0 has the tensors of N.pth, every rank those of shards."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
-    def problem(check):
-        """(may it pass?, sentence) of the first rank on which check() raises, or None; on every rank."""
-        found = None
+    for it in from_rank0(scan(folder)[::-1] if rank == 0 else None, group):
+        state = error = None                            # error: (may it pass?, sentence)
         try:
-            check()
-        except BadInput as e:
-            found = not isinstance(e, Damaged), str(e)
-        return max(filter(None, everyone(found, group)), default=None)
-
-    for it in from_rank0(sorted(scan(folder), reverse=True) if rank == 0 else None, group):
-        state = None
-
-        def record():
-            nonlocal state
             if rank == 0:
                 state = load_checkpoint(path(folder, it))
-                if state["it"] != it:
-                    raise Damaged(f"{path(folder, it)} is that of iteration {state['it']}, renamed")
-
-        def rows():
-            for held in (h for kind in KINDS for h in state[kind].values() if isinstance(h, Shards)):
-                for at in range(rank, held.count, ranks):
+        except BadInput as e:
+            error = not isinstance(e, Damaged), str(e)
+        state = shared(state, group)
+        try:
+            for held in (h for kind in KINDS for h in (state or {}).get(kind, {}).values()):
+                for at in range(rank, getattr(held, "count", 0), ranks):
                     held.file(at)
-
-        error = problem(record)
-        if error is None:
-            state = shared(state, group)
-            error = problem(rows)
+        except BadInput as e:
+            error = not isinstance(e, Damaged), str(e)
+        error = max(filter(None, everyone(error, group)), default=None)
         if error is None:
             return it, state
         if error[0]:
@@ -397,8 +360,7 @@ def resolve(source, hint=""):
         folder = file / "checkpoints" if "checkpoints" in entries else file
         it, _ = newest(folder, lambda text: print(text, flush=True))
         if it is None:
-            raise BadInput(f"{name} holds no checkpoints{' that can be read' if scan(folder) else ''}"
-                           f"{'; ' + hint if hint else ''}")
+            raise BadInput(f"{name} holds no checkpoints{'; ' + hint if hint else ''}")
         file = path(folder, it)
     elif re.fullmatch(r"[0-9]{7}\.pth", file.name):
         it = int(file.stem)
@@ -416,8 +378,8 @@ def read(source):
             if pin(here) == {k: source[k] for k in ("size", "crc")}:
                 content = load(here, file)
     if content is None:
-        raise BadInput(f"{source['file']} is {'gone' if file is None else 'not the file it was'} since this "
-                       f"run began ({source['size']} bytes then); put it back, or start anew with --name NEW")
+        raise BadInput(f"{source['file']} is {'not the file it was' if file else 'gone'} since this run "
+                       f"began ({source['size']} bytes then); put it back, or start anew with --name NEW")
     entry = source["entry"]
     if content.get("format") == FORMAT and "nets" in content:
         content = whole(content, file)

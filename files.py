@@ -1,10 +1,10 @@
 """Files of a run, on a disk or in an object store: a path with "://" is a URL, of any kind fsspec knows.
 
-Credentials and server come from the usual environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL, ...)
-and are written nowhere. What goes wrong is one sentence, BadInput: after some 5 s where a server refuses,
-20 s where none is reached, 70 s where one is silent. In a store a folder is what names of objects begin with;
-files come and go by way of $TMPDIR. A kill leaves whole files only: parts of an upload are no object (a
-life-cycle rule of the bucket, AbortIncompleteMultipartUpload, removes them).
+Credentials and server come from the usual environment and are written nowhere. What goes wrong is one
+sentence, BadInput: after some 5 s where a server refuses, 20 s where none is reached, 70 s where one is
+silent. In a store a folder is what names of objects begin with; files come and go by way of $TMPDIR. A kill
+leaves whole files only: parts of an upload are no object (a life-cycle rule of the bucket,
+AbortIncompleteMultipartUpload, removes them).
 """
 import contextlib
 import os
@@ -25,18 +25,13 @@ def place(text):
     scheme, url, rest = str(text).partition("://")
     if not url:
         return Path(os.path.expanduser(text))
-    if scheme in ("file", "local"):
-        return Path(rest)
-    if re.match(r"[^/@]*:[^/]*@", rest):
-        raise BadInput(f"a URL {scheme}:// with a password would be logged; leave that to the environment")
-    if scheme.startswith("http") and "?" in rest:
-        raise BadInput(f"a URL {scheme}:// with a query would be logged; fetch that file first")
+    if re.match(r"[^/@]*:[^/]*@", rest) or scheme.startswith("http") and "?" in rest:
+        raise BadInput(f"a URL {scheme}:// with a password or a query would be logged; leave that to the "
+                       f"environment, or fetch that file first")
     try:
         import fsspec
         from upath import UPath
         fsspec.config.conf.setdefault("s3", {}).setdefault("config_kwargs", PATIENCE)
-        if scheme in ("s3", "s3a") and not rest.partition("/")[0]:
-            raise BadInput("it names no bucket")        # s3://$BUCKET, which is not set
         found = UPath(text)
         found.fs                                        # an unknown scheme or a missing package shows here
         return found
@@ -111,7 +106,7 @@ def remove(file):
     """Delete a file, or a folder with all in it, if it is there."""
     with spoken("delete", file), contextlib.suppress(FileNotFoundError):
         if isinstance(file, Path):
-            return shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
+            return shutil.rmtree(file) if file.is_dir() else file.unlink()
         for each in store(file).find(file.path):        # fs.rm takes * and [ for patterns, and says nothing
             file.fs.rm_file(each)                       # where the server refuses
 
@@ -122,11 +117,9 @@ def fetch(file):
     if isinstance(file, Path):
         yield file
         return
-    with spoken("read", file):
-        near = tempfile.TemporaryDirectory(prefix="fewstep_")
-    with near as folder:
-        here = Path(folder, file.name)
+    with contextlib.ExitStack() as stack:
         with spoken("read", file):
+            here = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fewstep_")), file.name)
             try:
                 store(file).get_file(file.path, str(here))
             except Exception:                           # botocore repeats a request, not reading its answer

@@ -4,7 +4,6 @@ A net is built on the meta device; its `model` is a copy that stays there and kn
 reads files and sends tensor by tensor, every rank keeps its rows; of a sharded checkpoint each rank reads its
 own rows. So no rank holds more than its shards, one tensor, and, rank 0, the file (mapped, not read at once).
 """
-import math
 import zlib
 
 import torch
@@ -22,23 +21,20 @@ def fill(nets, models, inits, sources, state, trainable, cfg, device):
     names = order(nets, inits)
     for n, name in enumerate(names):
         net, model, source = nets[name], models[name], inits.get(name)
-        own, kept = model.state_dict(), state["nets"].get(name) if state else None
-        if kept is None or set(kept) != set(own):
-            given, value = {}, None
+        own, kept, given = model.state_dict(), state["nets"].get(name) if state else None, {}
+        complete = kept is not None and set(kept) == set(own)
+        if source is not None and not complete:
+            held = nets[source].state_dict() if source in nets else sources[source]
+            given = adapted(model, models[source].state_dict() if source in nets else held)
+            check(own, given, f"{name} ({source})", optional=net.optional)
+        draw(net, model, name, cfg["seed"], own if complete else given)
+        tensors = net.state_dict()
+        for key, spec in given.items():
             if source in nets:
-                held, given = nets[source].state_dict(), adapted(model, models[source].state_dict())
-                value = lambda k: adapt(model, k, shard.whole(held[k], device))                  # noqa: E731
-            elif source is not None:
-                held, given = sources[source], adapted(model, sources[source])
-                value = lambda k: spread(lambda: adapt(model, k, held[k]), given[k], device)     # noqa: E731
-            draw(net, model, name, cfg["seed"], given)
-            if source is not None:
-                check(own, given, f"{name} ({source})", optional=net.optional)
-                tensors = net.state_dict()
-                for key in given:
-                    shard.put(tensors[key], value(key))
-        else:
-            draw(net, model, name, cfg["seed"], own)    # buffers that no checkpoint holds
+                value = adapt(model, key, shard.whole(held[key], device))
+            else:
+                value = spread(lambda: adapt(model, key, held[key]), spec, device)
+            shard.put(tensors[key], value)
         if kept is not None:
             check(own, kept, f"{name} (checkpoint)", keys=saved_keys(model, trainable[name]))
             take_all(net, kept, device)
@@ -172,9 +168,9 @@ def uneven_buffers(nets, gloo):
 def saved_state(name, net, trainable):
     """What a checkpoint holds of a net. Raises BadInput rather than keep weights that are not finite."""
     state = net.state_dict()
-    norms = torch._foreach_norm([shard.local(state[k]) for k in trainable]) if trainable else []
-    norms = torch.stack(norms).tolist() if norms else []
-    bad = [k for k, norm in zip(trainable, norms) if not norm < math.inf]
+    norms = torch._foreach_norm([shard.local(state[k]) for k in trainable]) if trainable else ()
+    finite = torch.stack(norms).isfinite().tolist() if trainable else ()
+    bad = [k for k, fine in zip(trainable, finite) if not fine]
     if bad:
         raise BadInput(f"{len(bad)} weights of {name} are not finite ({bad[0]}, ...), so no checkpoint is "
                        f"written; a lower --lr or --clip may help")
@@ -190,16 +186,16 @@ def take_moments(opts, names, saved, device):
     """Moments and step counts by parameter name; learning rates and the like stay as configured now."""
     for phase, opt in opts.items():
         held, state = saved.get(phase, {}), {}
-        slots = {}
+        own = {names[p]: (i, p) for i, p in enumerate(p for g in opt.param_groups for p in g["params"])}
         for key in held:
-            slots.setdefault(key.rpartition("/")[0], []).append(key)
-        for i, p in enumerate(p for g in opt.param_groups for p in g["params"]):
-            for key in slots.get(names[p], ()):
-                spec = ckpt.spec(held, key)
-                if spec.shape == p.shape:
-                    value = shard.like(torch.empty_like(shard.local(p), dtype=spec.dtype), p)
-                    take(value, held, key, device)
-                else:
-                    value = spread(lambda: held[key], spec, device) if spec.dim() else held[key]
-                state.setdefault(i, {})[key.rpartition("/")[2]] = value
+            name, _, slot = key.rpartition("/")
+            if name not in own:
+                continue
+            (i, p), spec = own[name], ckpt.spec(held, key)
+            if spec.shape == p.shape:
+                value = shard.like(torch.empty_like(shard.local(p), dtype=spec.dtype), p)
+                take(value, held, key, device)
+            else:
+                value = spread(lambda: held[key], spec, device) if spec.dim() else held[key]
+            state.setdefault(i, {})[slot] = value
         opt.load_state_dict(dict(state=state, param_groups=opt.state_dict()["param_groups"]))

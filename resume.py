@@ -77,7 +77,7 @@ class NoScheduler:
     """No cluster: nothing to ask and nobody to tell."""
 
     def init(self):
-        """Called once before training."""
+        """Called once, at import."""
 
     def resume_details(self):
         """One line for the start of the log, "" if there is nothing to say."""

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from common import BadInput
-
 DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 LEAST = 1_000_000    # parameters of a net without named units that is worth sharding, and of its units
 

@@ -161,7 +161,7 @@ def train(method, cfg, changed=(), dry_run=False):
     for it in ckpt.unfinished(folder / "checkpoints") if rank == 0 else ():
         warn(f"WARNING: {folder}/checkpoints/{it:07d}.* is of a save that did not finish; it is not used")
         if ckpt.scan(folder / "checkpoints"):
-            ckpt.clear(folder / "checkpoints", it)
+            ckpt.clear(folder / "checkpoints", [it])
     if from_rank0(on_rank0(lambda: startup.check_folder(method, cfg, folder), gloo), gloo):   # may be new
         start, state = ckpt.newest(folder / "checkpoints", warn, gloo)
         if start is None:
@@ -241,7 +241,7 @@ def train(method, cfg, changed=(), dry_run=False):
     def stopping():
         """Was any rank asked to leave? Commits a save once the background has written it everywhere."""
         stop, busy = resume.agreed(gloo, resume.requested(), saver.busy())
-        if saver.pending() and not busy:
+        if not busy:
             saver.finish()
         return stop
 

@@ -1,90 +1,57 @@
-"""A real S3 server (moto's program) for the tests, behind a wire that can be cut."""
+"""A real S3 server (moto's) for the tests, which can fail to answer."""
 import contextlib
 import os
-import socket
-import subprocess
-import sys
-import threading
 import time
-import urllib.request
 
-ENV = dict(AWS_ACCESS_KEY_ID="AKIATESTTESTTESTTEST", AWS_SECRET_ACCESS_KEY="verysecret" * 4, no_proxy="*",
-           AWS_EC2_METADATA_DISABLED="true", AWS_CONFIG_FILE="none", AWS_SHARED_CREDENTIALS_FILE="none")
+import pytest
 
+for module in "s3fs", "upath", "moto.server", "boto3":
+    pytest.importorskip(module, reason="pip install universal_pathlib s3fs boto3 'moto[server]'")
 
-class Wire:
-    """A port on this machine that leads to another while it is not cut. The next `drops` connections are
-    closed at once; of what the server says, `limit` bytes pass before a connection breaks, once. `sent`:
-    what clients have sent, if it is not None."""
+import boto3  # noqa: E402
+import moto.server  # noqa: E402
+import s3fs  # noqa: E402
 
-    def __init__(self, to):
-        self.to, self.port, self.ends, self.drops, self.limit, self.sent = to, 0, [], 0, None, None
-        self.mend()
+KEYS = dict(AWS_ACCESS_KEY_ID="AKIATESTTESTTESTTEST", AWS_SECRET_ACCESS_KEY="verysecret" * 4)
+ENV = KEYS | dict(AWS_EC2_METADATA_DISABLED="true", AWS_CONFIG_FILE="none", no_proxy="*",
+                  AWS_SHARED_CREDENTIALS_FILE="none", MOTO_S3_DEFAULT_MAX_KEYS="10")    # S3's pages: 1000
 
-    def mend(self):
-        self.listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self.listener.getsockname()[1]
-        threading.Thread(target=self.serve, args=(self.listener,), daemon=True).start()
+class Server:
+    """faults: what happens to the next requests, "" (nothing), "gone", "silent", "short" (half an answer)."""
+    def __init__(self):
+        server = moto.server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        server.start()
+        self.app, server._server.app = server._server.app, self
+        self.url, self.stop = "http://{}:{}".format(*server.get_host_and_port()), server.stop
+        self.faults, self.waits = iter(()), False
 
-    def serve(self, listener):
-        with contextlib.suppress(OSError):
-            while True:
-                near = listener.accept()[0]
-                if self.drops:
-                    self.drops -= 1
-                    near.close()
-                    continue
-                far = socket.create_connection(("127.0.0.1", self.to))
-                self.ends += [near, far]
-                for ends in (near, far, True), (far, near, False):
-                    threading.Thread(target=self.carry, args=ends, daemon=True).start()
-
-    def carry(self, a, b, client):
-        with contextlib.suppress(OSError):
-            while data := a.recv(2 ** 16):
-                if client and self.sent is not None:
-                    self.sent += data
-                if not client and self.limit is not None:
-                    self.limit -= len(data)
-                    if self.limit < 0:
-                        self.limit = None
-                        break
-                b.sendall(data)
-            b.shutdown(socket.SHUT_RDWR)
-
-    def cut(self):
-        for end in [self.listener, *self.ends]:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        self.ends = []
-
+    def __call__(self, request, start):
+        self.waits |= "HTTP_EXPECT" in request          # for "100 Continue", which may be without end
+        fault = next(self.faults, "")
+        if fault in ("gone", "silent"):
+            time.sleep(30 * (fault == "silent"))
+        else:
+            answer = b"".join(self.app(request, start))
+            yield answer[:len(answer) // 2] if fault else answer
+        if fault:
+            os.close(request["werkzeug.socket"].detach())
 
 @contextlib.contextmanager
 def server():
-    """A Wire to a server of its own, with `check(on)`: whether the server knows strangers' keys as wrong."""
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-                               env=os.environ | dict(MOTO_S3_DEFAULT_MAX_KEYS="100"),       # S3's pages: 1000
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < until
-                time.sleep(0.05)
-        wire = Wire(port)
-        def check(on):                                      # how many requests go unchecked
-            urllib.request.urlopen(urllib.request.Request(
-                f"http://127.0.0.1:{port}/moto-api/reset-auth", b"0" if on else b"inf",
-                {"Content-Type": "text/plain"}), timeout=20).close()
-        wire.check = check
-        yield wire
-        wire.cut()
-    finally:
-        process.kill()
-        process.wait()
+    """A Server that the environment leads to."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key in [k for k in os.environ if k.startswith("AWS_")]:
+            patch.delenv(key)
+        server = Server()
+        for key, value in (ENV | dict(AWS_ENDPOINT_URL=server.url)).items():
+            patch.setenv(key, value)
+        yield server
+        server.stop()
+        s3fs.S3FileSystem.clear_instance_cache()
+
+def bucket(request):
+    """boto3's view of a test's own bucket: another program that works in the store. `at`: its URL."""
+    name = f"b{abs(hash(request.node.name))}"
+    bucket = boto3.resource("s3", region_name="us-east-1").create_bucket(Bucket=name)
+    bucket.at = f"s3://{name}"
+    return bucket

@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import s3  # before what it may lack
+import fsspec
+import moto.server
+import s3fs
+
 import ckpt
 import common
 import files
@@ -17,62 +22,19 @@ import run
 import sample
 from run import config, load, refused
 
-for module in "s3fs", "upath", "moto.server", "boto3":
-    pytest.importorskip(module, reason="pip install universal_pathlib s3fs boto3 'moto[server]'")
-
-import boto3  # noqa: E402
-import fsspec  # noqa: E402
-import moto.server  # noqa: E402
-import s3fs  # noqa: E402
-
 PART = 5 * 2 ** 20                                      # the smallest that S3 allows
-KEYS = dict(AWS_ACCESS_KEY_ID="AKIATESTTESTTESTTEST", AWS_SECRET_ACCESS_KEY="verysecret" * 4)
-ENV = KEYS | dict(AWS_EC2_METADATA_DISABLED="true", AWS_CONFIG_FILE="none", no_proxy="*",
-                  AWS_SHARED_CREDENTIALS_FILE="none", MOTO_S3_DEFAULT_MAX_KEYS="10")    # S3's pages: 1000
-
-class Server:
-    """faults: what happens to the next requests, "" (nothing), "gone", "silent", "short" (half an answer)."""
-    def __init__(self):
-        server = moto.server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-        server.start()
-        self.app, server._server.app = server._server.app, self
-        self.url, self.stop = "http://{}:{}".format(*server.get_host_and_port()), server.stop
-        self.faults, self.waits = iter(()), False
-
-    def __call__(self, request, start):
-        self.waits |= "HTTP_EXPECT" in request          # for "100 Continue", which may be without end
-        fault = next(self.faults, "")
-        if fault in ("gone", "silent"):
-            time.sleep(30 * (fault == "silent"))
-        else:
-            answer = b"".join(self.app(request, start))
-            yield answer[:len(answer) // 2] if fault else answer
-        if fault:
-            os.close(request["werkzeug.socket"].detach())
 
 @pytest.fixture(scope="module")
 def server():
-    with pytest.MonkeyPatch.context() as patch:
-        for key in [k for k in os.environ if k.startswith("AWS_")]:
-            patch.delenv(key)
-        server = Server()
-        for key, value in (ENV | dict(AWS_ENDPOINT_URL=server.url)).items():
-            patch.setenv(key, value)
-        retries = dict(mode="standard", total_max_attempts=2)
-        patch.setattr(files, "PATIENCE", files.PATIENCE | dict(retries=retries))
+    with s3.server() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(files.PATIENCE, "retries", dict(mode="standard", total_max_attempts=2))
         patch.setitem(fsspec.config.conf, "s3", dict(default_block_size=PART))          # of what is read
         patch.setattr(s3fs.core, "calculate_chunksize", lambda *args, **kw: PART)       # of what is written
         yield server
-        server.stop()
-        s3fs.S3FileSystem.clear_instance_cache()
 
 @pytest.fixture
 def bucket(server, request):
-    """boto3's view of a new bucket: another program that works in the store. `at`: its URL."""
-    name = f"b{abs(hash(request.node.name))}"
-    bucket = boto3.resource("s3", region_name="us-east-1").create_bucket(Bucket=name)
-    bucket.at = f"s3://{name}"
-    return bucket
+    return s3.bucket(request)
 
 @pytest.fixture(params=["disk", "store"])
 def folder(request, tmp_path, bucket):
@@ -87,22 +49,23 @@ def put(file, *parts, fault=None):
             raise fault
     files.write(file, save)
 
-@pytest.mark.parametrize("parts", [(), (b"new",), (b"a" * PART, b"b" * PART, b"c")], ids=["0", "1", "many"])
+@pytest.mark.parametrize("parts", [(), (b"a" * PART, b"b" * PART, b"c")], ids=["none", "many"])
 def test_a_write_replaces_or_changes_nothing(folder, server, parts):
     file = folder / "x.bin"
     put(file, b"old")
-    says = [f"could not write {file} (No space left on device); what was there before is untouched",
-            "free some space" if isinstance(folder, Path) else "check the credentials"]
-    refused(put, file, *parts, fault=OSError(28, "No space left on device"), says=says)
-    for error in KeyError("a mistake"), KeyboardInterrupt(), common.BadInput("not finite"):
-        with pytest.raises(type(error)) as raised:
+    refused(put, file, *parts, fault=OSError(28, "No space left on device"), says=[
+        f"could not write {file} (No space left on device); what was there before is untouched",
+        "free some space" if isinstance(folder, Path) else "check the credentials"])
+    for error in KeyError("a mistake"), KeyboardInterrupt(), common.BadInput("not finite"), \
+            torch.AcceleratorError("CUDA error: an illegal memory access was encountered"):
+        with pytest.raises(type(error)) as raised:      # no fault of disk or store
             put(file, *parts, fault=error)
         assert raised.value is error
     assert files.read(file) == b"old" and files.names(folder) == ["x.bin"]
     put(file, *parts)
     assert files.read(file) == b"".join(parts) and files.names(folder) == ["x.bin"] and not server.waits
 
-def test_torch_writes_and_reads_and_its_error_is_the_disks(bucket, monkeypatch):
+def test_torch_writes_and_reads_and_its_error_is_the_disks(bucket, monkeypatch, tmp_path):
     file, state = files.place(bucket.at + "/x.pth"), dict(a=torch.arange(PART // 2), b=torch.ones(3))
     ckpt.save(file, state)
     assert run.differing(ckpt.load(file), state) == []
@@ -111,22 +74,7 @@ def test_torch_writes_and_reads_and_its_error_is_the_disks(bucket, monkeypatch):
     assert not here.parent.exists()
     monkeypatch.setattr(files, "open", lambda *_: open("/dev/full", "wb"), raising=False)
     refused(ckpt.save, file, state, says=[f"could not write {file} (No space left on device); "])
-
-def test_what_is_no_fault_of_disk_or_store_is_not_called_one(bucket, tmp_path, monkeypatch):
-    for url, says in (("s3:///x", "names no bucket"), ("http://h/t.pth?sig=SECRET", "would be logged")):
-        assert "SECRET" not in refused(files.place, url, says=[says])
-    assert files.place(f"file://{tmp_path}/x") == tmp_path / "x" and files.place("~nobody9/x").name == "x"
-    def boom(f):
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(torch.AcceleratorError):
-        files.write(tmp_path / "x", boom)
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    files.remove(tmp_path / "link")
-    assert (tmp_path / "real").is_dir() and not (tmp_path / "link").exists()
-    file = files.place(bucket.at + "/1.pth")
-    ckpt.save(file, dict(a=1))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))    # nor is a checkpoint damaged
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))    # no checkpoint is damaged by that
     for act in lambda: put(file, b"new"), lambda: ckpt.load(file):
         assert "$TMPDIR" in refused(act) and not isinstance(sys.exc_info()[1], ckpt.Damaged)
 
@@ -155,35 +103,31 @@ def test_a_hiccup_is_bridged(bucket, server):
     with files.fetch(file) as here:
         assert here.read_bytes() == b"a" * PART + b"b" * 9 and next(server.faults, None) is None
 
-def test_listings_have_every_page_and_folder_and_forget_nothing_that_others_do(folder, bucket):
+def test_a_folder_lists_and_removes_what_is_in_it_whoever_put_it_there(folder, bucket):
     assert not files.exists(folder / "x00") and files.names(folder) == []
     for name in (names := [f"x{i:02d}" for i in range(25)]):        # three pages of this server
         put(folder / name, b"1")
-    files.make(folder / "sub")
-    put(folder / "sub" / "y", b"2")
-    assert files.names(folder) == ["sub", *names] and files.names(folder / "x01") == []
+    for name in "a[1]*", "a1", "sub/b", "sub/c/d", "subs":
+        files.make((folder / name).parent)
+        put(folder / name, b"1")
+    assert files.names(folder) == ["a1", "a[1]*", "sub", "subs", *names] and files.names(folder / "x01") == []
+    for name in "a[1]*", "sub", "nothing":
+        files.remove(folder / name)
+    assert files.names(folder) == ["a1", "subs", *names] and files.read(folder / "sub" / "b") is None
+    refused(ckpt.load, folder / "gone.pth", says=[folder / "gone.pth", "does not exist"])
     if not isinstance(folder, Path):                    # another program changes what has just been listed
         bucket.put_object(Key="some/run/z", Body=b"3")
         bucket.Object("some/run/x01").delete()
         assert files.exists(folder / "z") and not files.exists(folder / "x01")
         bucket.Object("some/run/x02").delete()
-        assert files.names(folder) == ["sub", names[0], *names[3:], "z"]
-
-def test_what_is_removed_is_gone_and_nothing_else(folder):
-    for name in "a[1]*", "a1", "sub/b", "sub/c/d", "subs":
-        files.make((folder / name).parent)
-        put(folder / name, b"1")
-    for name in "a[1]*", "sub", "nothing":
-        files.remove(folder / name)
-    assert files.names(folder) == ["a1", "subs"] and files.read(folder / "sub" / "b") is None
-    refused(ckpt.load, folder / "gone.pth", says=[folder / "gone.pth", "does not exist"])
+        assert files.names(folder) == ["a1", "subs", names[0], *names[3:], "z"]
 
 def test_wrong_credentials_and_buckets_are_one_sentence_without_secrets(bucket, monkeypatch):
     def sentences(of, acts, says):
         s3fs.S3FileSystem.clear_instance_cache()
         for act, *args in acts:
             said = refused(act, files.place(of + "/run"), *args, says=[of + "/run", says, "check the cred"])
-            assert not any(key in said for key in KEYS.values())
+            assert not any(key in said for key in s3.KEYS.values())
     put(files.place(bucket.at + "/run"), b"old")
     acts = [(put, b"new"), (put, b"n" * 2 * PART), (ckpt.load,), (files.names,)]
     sentences("s3://there-is-no-such-bucket", [*acts, (ckpt.save, {})], "The specified bucket does not exist")
@@ -192,7 +136,7 @@ def test_wrong_credentials_and_buckets_are_one_sentence_without_secrets(bucket, 
         patch.setattr(moto.settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
         sentences(bucket.at, acts[:4], "The AWS Access Key Id you provided does not exist in our records")
         sentences(bucket.at, acts, "")                  # to some requests S3 does not answer why
-        for key in KEYS:
+        for key in s3.KEYS:
             patch.delenv(key)
         sentences(bucket.at, acts, "Unable to locate credentials")
     s3fs.S3FileSystem.clear_instance_cache()
@@ -200,7 +144,8 @@ def test_wrong_credentials_and_buckets_are_one_sentence_without_secrets(bucket, 
 
 def test_a_url_that_cannot_be_used_is_one_sentence(monkeypatch):
     refused(files.place, "s4://b/x", says=["s4://b/x cannot be used (", "a URL such as s3://"])
-    assert "hunter2" not in refused(files.place, "sftp://me:hunter2@host/x", says=["with a password"])
+    for url in "sftp://me:SECRET@host/x", "http://h/t.pth?sig=SECRET":
+        assert "SECRET" not in refused(files.place, url, says=["would be logged"])
     monkeypatch.setitem(sys.modules, "upath", None)
     refused(files.place, "s3://b/x", says=["cannot be used (", "pip install universal_pathlib s3fs"])
     assert files.place("~/x") == Path.home() / "x" and isinstance(files.place("a/b:c"), Path)
