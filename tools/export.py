@@ -13,11 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import ckpt             # noqa: E402
-import common           # noqa: E402
-import files            # noqa: E402
-import startup          # noqa: E402
-import train            # noqa: E402
+import ckpt, common, files, startup, train  # noqa: E401, E402
 
 
 def main(argv):

@@ -28,12 +28,18 @@ once = [("", [], "1,2,4")]                                              # one ru
 # method: [(suffix of the run's name, arguments, step counts to score)]
 RUNS = dict(sft=[("", [], "18")], kd=each, cm=once, scm=once, mean_flow=once, dmd2=each, f_distill=each,
             ladd=each, tcm=[("", ["--preset=stage2", f"--stage1={FOLDER}/cm"], "1,2,4")])
+AFTER = dict(tcm=["cm"])                                                # goes on from its run
 writing = threading.Lock()
+
+
+def say(text):
+    """In one write: threads share the terminal."""
+    print(text, end="", flush=True)
 
 
 def call(log, jobs, *words):
     """A program of the repository, what it says in the file `log`; BadInput if it fails."""
-    print(f"$ {' '.join(map(str, words))}\n", end="", flush=True)      # one write: two threads print
+    say(f"$ {' '.join(map(str, words))}\n")
     env = os.environ | (dict(OMP_NUM_THREADS="1") if jobs > 1 else {})
     with log.open("a") as out:
         done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=env, stdout=out, stderr=out)
@@ -87,11 +93,11 @@ def train_and_score(method, first, jobs):
         rows = measure(method, *run, jobs)
         with writing:
             results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-            kept = {row["steps"]: row for row in results.get(method, [])} | {row["steps"]: row for row in rows}
+            kept = {row["steps"]: row for row in [*results.get(method, []), *rows]}
             results[method] = [kept[steps] for steps in sorted(kept)]
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             README.write_text(rewrite(README.read_text(), results))
-        print("".join(f"{method} {row['steps']} steps: fd {row['fd']:.3f}\n" for row in rows), end="", flush=True)
+        say("".join(f"{method} {row['steps']} steps: fd {row['fd']:.3f}\n" for row in rows))
 
 
 def main(argv):
@@ -107,7 +113,7 @@ def main(argv):
     with futures.ThreadPoolExecutor(args.jobs) as pool:
         started = {}
         for name in names:
-            first = [started["cm"]] if name == "tcm" and "cm" in started else []    # TCM goes on from CM's run
+            first = [started[other] for other in AFTER.get(name, ()) if other in started]
             started[name] = pool.submit(train_and_score, name, first, args.jobs)
         try:
             failed = [str(f.exception()) for f in futures.as_completed(started.values()) if f.exception()]
