@@ -123,7 +123,8 @@ def test_the_datas_velocity_gives_the_teachers_tangent_on_average(name, monkeypa
         assert abs(gap.mean()) < 4 * gap.std() / math.sqrt(gap.numel())
 
 @pytest.mark.parametrize("changes, sizes", [
-    ({}, [6, 8]), (dict(jvp="fused"), [6, 2]), (dict(dropout=0.1), [6, 6, 2]), (dict(jvp="difference"), [6, 6, 8])])
+    ({}, [6, 8]), (dict(jvp="fused"), [6, 2]), (dict(dropout=0.1), [6, 6, 2]),
+    (dict(jvp="difference"), [6, 6, 8])])
 def test_mean_flow_takes_tangents_of_the_samples_with_r_below_t_alone(changes, sizes):
     """6 of 8; one graph of each part where they share dropout masks."""
     method, cfg = setup("mean_flow", guidance=1.0, **changes)

@@ -132,16 +132,25 @@ class Clocked:
     def run(self):
         with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough):
             os.environ["FEWSTEP_OUTPUT_ROOT"] = root
-            trainer.train(self, self.cfg)
+            try:
+                trainer.train(self, self.cfg)
+            finally:
+                self.close()
+
+    def close(self):
+        if self.counter:
+            self.counter = self.counter.__exit__(None, None, None)
 
     def optimizers(self, nets, cfg):
         self.opts = self.method.optimizers(nets, cfg)
         def before(*_):
             self.part("average, clip + guard")
-            Syncs.on = False                            # torch's RAdam reads counters that are on the CPU
+            if self.counter:
+                self.counter.on = False                 # torch's RAdam reads counters that are on the CPU
         def after(*_):
             self.part("optimizer")
-            Syncs.on = True
+            if self.counter:
+                self.counter.on = True
         for opt in self.opts.values():
             opt.register_step_pre_hook(before)
             opt.register_step_post_hook(after)
@@ -151,7 +160,7 @@ class Clocked:
         """The trainer's first call in an iteration, so also the end of the one before."""
         if it > 0 and it == self.stepped + 1:
             self.lap("EMA + log")
-            self.counter = self.counter and self.counter.__exit__(None, None, None)
+            self.close()
             if it % self.iters == 0:
                 self.end(self.plan[it - 1][1])
             if it == len(self.plan):

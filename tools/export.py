@@ -31,8 +31,8 @@ def main(argv):
     else:
         content = ckpt.load_checkpoint(file)
         if out.name != file.name:
-            raise common.BadInput(f"{argv[0]} is the checkpoint of iteration {content['it']}, so {out} must be "
-                                  f"named {file.name}; for weights alone write {argv[0]}#student")
+            raise common.BadInput(f"{argv[0]} is the checkpoint of iteration {content['it']}, so {out} must "
+                                  f"be named {file.name}; for weights alone write {argv[0]}#student")
         for kind in ckpt.KINDS:
             content[kind] = {name: dict(held.items()) for name, held in content[kind].items()}
         content["shards"] = dict(index={}, count=0, stamp="")
@@ -40,8 +40,6 @@ def main(argv):
         raise common.BadInput(f"{out} exists; give another name")
     if out.suffix == ".safetensors":
         from safetensors.torch import save
-        if not source["entry"]:
-            raise common.BadInput(f"{out} would hold weights alone: name them, {argv[0]}#student")
         files.write(out, lambda f: f.write(save(content)))
     else:
         ckpt.save(out, content)

@@ -159,10 +159,10 @@ def main(argv=None):
     net, batch, shape, blocks, iters = (("edm:cifar10", 128, (32, 32, 3), 3, 5) if cuda else
                                         ("edm:digits", 8, (8, 8, 1), 2, 2))
     at.name, at.known = torch.cuda.get_device_name() if cuda else "cpu", {}
-    began, failed = time.monotonic(), 0
+    began, verdicts = time.monotonic(), []
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # for `resume`; read when cuBLAS starts
-    signal.alarm(int(60 * at.minutes) + 1)              # ends the program, also in a case that hangs
     if cuda:
+        signal.alarm(int(60 * at.minutes) + 1)          # ends the program, also in a case that hangs
         torch.cuda.set_sync_debug_mode("warn")
     with tempfile.TemporaryDirectory() as root:
         draw = np.random.default_rng(0)
@@ -180,9 +180,10 @@ def main(argv=None):
                 gb = f"{torch.cuda.max_memory_allocated() / 2 ** 30:.2f}"
                 torch.cuda.reset_peak_memory_stats()
             print(line(name, round(time.monotonic() - start), ms, gb, mfu, syncs, verdict), flush=True)
-            failed += verdict.startswith("FAILED")
+            verdicts.append(verdict)
     signal.alarm(0)
-    print(f"{len(todo)} cases, {time.monotonic() - began:.0f} s: {failed} failed")
+    failed, refused = (sum(v.startswith(word) for v in verdicts) for word in ("FAILED", "refused"))
+    print(f"{len(todo)} cases, {time.monotonic() - began:.0f} s: {failed} failed, {refused} refused")
     return int(failed > 0)
 
 
