@@ -8,6 +8,7 @@ import torch
 import common
 import run
 from run import batch_of, differing, nets_of, refused, setup, spy
+from test_flow_maps import fit, mlp
 from test_methods import Gauss, labelled, one_step
 
 FROM_DATA = dict(distill=False, guidance=1.0)
@@ -118,9 +119,7 @@ class Small(torch.nn.Module):
     schedule, pred, sigma_data = "edm", "x0", 0.5
     def __init__(self):
         super().__init__()
-        sizes = [torch.nn.Linear(2, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)]
-        self.f = torch.nn.Sequential(sizes[0], torch.nn.SiLU(), sizes[1], torch.nn.SiLU(), sizes[2])
-
+        self.f = mlp()
     def forward(self, x, t, cond={}):
         c_in, log_t = (common.expand(c, x) for c in ((t ** 2 + 0.25).rsqrt(), t.log() / 4))
         h = self.f(torch.cat([c_in * x, log_t.expand_as(x)], dim=1).flatten(1))[:, :, None, None]
@@ -139,11 +138,7 @@ def test_cm_training_reaches_the_ect_chain_of_gaussian_data():
                         squared=True, lr=2e-3, t_mean=-1.1, t_std=2.0)
     torch.manual_seed(0)
     nets = dict(student=Small())
-    opt = method.optimizers(nets, cfg)["student"]
-    for it in range(4000):
-        opt.param_groups[0]["lr"] = cfg["lr"] * common.lr_factor("cosine", it, 0, 4000)
-        method.step(nets, labelled(s * torch.randn(1000, 1, 1, 1)), it, cfg)[0].backward()
-        opt.step(), opt.zero_grad()
+    fit(method, cfg, nets, s, 4000, 1000, "cosine", 0)
     for t, want in zip(ts, k.tolist()):
         x = math.hypot(s, t) * torch.randn(4000, 1, 1, 1)
         f = nets["student"](x, common.t_like(t, x)).detach()

@@ -1,6 +1,8 @@
 """Knowledge distillation: the pairs that tools/make_pairs.py makes, what refuses them, the closed forms."""
 import math
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import run
 import trainer
 from nets import encoders
 from run import refused, setup, spy
+from test_flow_maps import Exact
 from test_methods import Affine, Gauss, labelled
 
 # ---- the pair maker
@@ -58,7 +61,7 @@ def make(folder, *argv):
     """7 files of 50 pairs; -> {name: bytes} of what is in the folder."""
     make_pairs.main(["--net=toy:tiny", f"--teacher={run.teacher('toy:tiny')}", f"--out={folder}",
                      "--pairs=50", "--shard=8", "--batch=5", "--steps=2", *argv])
-    return {f.name: f.read_bytes() for f in Path(folder).glob("*.*")}
+    return {f.name: f.read_bytes() for f in Path(folder).glob("[!.]*.*")}
 
 @pytest.mark.slow
 def test_any_number_of_ranks_makes_the_same_pairs(tmp_path):
@@ -81,6 +84,21 @@ def test_what_is_there_is_kept_and_a_folder_made_otherwise_is_refused(tmp_path, 
                           ("--solver=rk4", "solver 'rk4' is not known")):
         refused(make, folder, option, says=[words])
     assert make(folder) == whole
+
+def test_of_two_makers_with_other_settings_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
+    read, answers = data.pairs_meta, []
+    monkeypatch.setattr(data, "pairs_meta", lambda folder: (read(folder), time.sleep(0.2))[0])
+    def start(seed):
+        try:
+            make_pairs.write_meta(tmp_path, dict(path_t=[80.0], pairs=2, seed=seed))
+        except common.BadInput as e:
+            answers.append(str(e))
+    threads = [threading.Thread(target=start, args=(seed,)) for seed in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 1 and "made with seed" in answers[0]
 
 def test_a_pair_has_the_datas_label_noise_of_its_own_and_a_twentieth_is_held_out(tmp_path):
     make(tmp_path)
@@ -124,12 +142,6 @@ def test_pairs_whose_noise_is_not_scaled_are_refused():
     refused(trainer.train, method, cfg, says=["standard deviation of 0.99", "not 80", "sigma z"])
 
 # ---- the method on N(0, 0.5^2)
-class Flow(Gauss):
-    """The exact consistency function."""
-    def forward(self, x_t, t, cond={}):
-        alpha, sigma = common.alpha_sigma(self.schedule, t)
-        return x_t * common.expand(self.std / (alpha ** 2 / 4 + sigma ** 2).sqrt(), x_t)
-
 def pairs(schedule, ts):
     """A batch on the exact ODE, x at ts and x0, in float64."""
     torch.manual_seed(0)
@@ -158,15 +170,15 @@ def test_the_linear_student_of_exact_pairs_has_the_teachers_slope_and_no_loss(sc
     ("edm", (80.0, 2.5, 0.8, 0.4)), ("rf", (0.999, 0.937, 0.833, 0.624))])
 def test_the_exact_consistency_function_has_no_loss_at_any_step(schedule, ts, norm):
     method, cfg = setup("kd", steps=4, t_list=ts, norm=norm)
-    batch, student, seen = pairs(schedule, list(ts)), Flow(0.0, 0.5, schedule).double(), []
+    batch, student, seen = pairs(schedule, list(ts)), Exact(0.0, 0.5, schedule).double(), []
     student.register_forward_pre_hook(lambda net, args: seen.append(args[:2]))
     assert method.step(dict(student=student), batch, 0, cfg)[0] < 1e-7
     (x_t, t), = seen                                    # one call, each sample at a step of its own
     assert {*t.tolist()} == {*ts}
     assert torch.equal(x_t, batch["path"][range(64), [ts.index(v) for v in t.tolist()]])
-    student.std.data *= 2                               # predicts 2 x0
     expected = 0.5 * batch["x0"].square() if norm == "l2" else batch["x0"].abs()
-    assert torch.allclose(method.step(dict(student=student), batch, 0, cfg)[0], expected.mean())
+    loss = method.step(dict(student=student), batch | dict(x0=2 * batch["x0"]), 0, cfg)[0]
+    assert torch.allclose(loss, expected.mean(), rtol=1e-6)
 
 @pytest.mark.parametrize("schedule, ts", [("edm", (80.0, 2.5, 0.8)), *(
     (schedule, (0.999, 0.7, 0.2)) for schedule in ("rf", "trig", "sd"))])
@@ -183,7 +195,7 @@ def test_the_next_target_takes_ddim_along_the_path(schedule, ts):
     assert torch.allclose(torch.stack(seen, 1), path) and torch.equal(out, x0)
 
 def test_a_student_samples_by_its_target_with_its_own_steps(monkeypatch):
-    net, noise = Flow(0.0, 0.5), common.train_noise((64, 1, 16, 16), "cpu")
+    net, noise = Exact(0.0, 0.5), common.train_noise((64, 1, 16, 16), "cpu")
     batch, calls = labelled(torch.zeros(64, 1, 16, 16)), spy(monkeypatch, common, "few_step")
     for target, kind in (("x0", "sde"), ("next", "ode")):
         method, cfg = setup("kd", steps=4, target=target)

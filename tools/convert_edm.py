@@ -9,7 +9,6 @@ modules, parameters and persistent buffers are read. The result is bit-equal to 
 import argparse
 import collections
 import io
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import files  # noqa: E402
 from common import BadInput  # noqa: E402
 
 
@@ -96,16 +96,11 @@ def read(path):
 
 
 def write(weights, path):
-    part = f"{path}.part"       # a stopped run leaves no half file under the name asked for
     if path.endswith(".safetensors"):
-        try:
-            from safetensors.torch import save_file
-        except ImportError:
-            raise BadInput(f"{path} needs safetensors: pip install safetensors, or ask for a .pth file")
-        save_file({k: v.contiguous() for k, v in weights.items()}, part)
+        from safetensors.torch import save
+        files.write(Path(path), lambda f: f.write(save({k: v.contiguous() for k, v in weights.items()})))
     else:
-        torch.save(weights, part)
-    os.replace(part, path)
+        files.write(Path(path), lambda f: torch.save(weights, f))
 
 
 def main():

@@ -13,11 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import ckpt             # noqa: E402
-import common           # noqa: E402
-import files            # noqa: E402
-import startup          # noqa: E402
-import train            # noqa: E402
+import ckpt, common, files, startup, train  # noqa: E401, E402
 
 
 def main(argv):
@@ -35,8 +31,8 @@ def main(argv):
     else:
         content = ckpt.load_checkpoint(file)
         if out.name != file.name:
-            raise common.BadInput(f"{argv[0]} is the checkpoint of iteration {content['it']}, so {out} must be "
-                                  f"named {file.name}; for weights alone write {argv[0]}#student")
+            raise common.BadInput(f"{argv[0]} is the checkpoint of iteration {content['it']}, so {out} must "
+                                  f"be named {file.name}; for weights alone write {argv[0]}#student")
         for kind in ckpt.KINDS:
             content[kind] = {name: dict(held.items()) for name, held in content[kind].items()}
         content["shards"] = dict(index={}, count=0, stamp="")
@@ -44,8 +40,6 @@ def main(argv):
         raise common.BadInput(f"{out} exists; give another name")
     if out.suffix == ".safetensors":
         from safetensors.torch import save
-        if not source["entry"]:
-            raise common.BadInput(f"{out} would hold weights alone: name them, {argv[0]}#student")
         files.write(out, lambda f: f.write(save(content)))
     else:
         ckpt.save(out, content)

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import files     # noqa: E402
-import evaluate  # noqa: E402
+import evaluate, files  # noqa: E401, E402
 
 
 def train(seed=0, epochs=60, batch=100, lr=4e-3):

@@ -15,10 +15,11 @@ are taken into the solver's grid. FOLDER (or a URL) gets
 Given again it makes what is missing. A folder that was made otherwise is refused.
 """
 import argparse
+import fcntl
 import json
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +27,14 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import ckpt                     # noqa: E402
-import common                   # noqa: E402
-import data                     # noqa: E402
-import files                    # noqa: E402
-import sample                   # noqa: E402
-import train                    # noqa: E402
-import trainer                  # noqa: E402
-from nets import encoders       # noqa: E402
+import ckpt, common, data, files, sample, train, trainer  # noqa: E401, E402
+from nets import encoders  # noqa: E402
 
 ORDERS = dict(heun=2, euler=1)
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
 
 
 @torch.no_grad()
@@ -52,15 +51,20 @@ def solve(net, meta, ids, device):
 
 def write_meta(folder, meta):
     """Writes meta.json, or raises BadInput where the folder's is another."""
-    old = data.pairs_meta(folder)
-    for key in [k for k in meta if old and k != "teacher" and old.get(k) != meta[k]]:
-        was, now = ("others" if key == "labels" else v.get(key) for v in (old, meta))
-        raise common.BadInput(f"{folder} holds pairs made with {key} {was}, not {now}; give another --out, "
-                              f"or the settings of its meta.json")
-    if not old:
-        if isinstance(folder, Path):
-            sample.make_folder(folder)
-        files.write(folder / "meta.json", lambda f: f.write(f"{json.dumps(meta)}\n".encode()))
+    local = isinstance(folder, Path)
+    if local:
+        sample.make_folder(folder)
+    with open(folder / ".lock", "w") if local else nullcontext() as handle:
+        if local:
+            with suppress(OSError):                     # of a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)      # of two that start at once one is the first
+        old = data.pairs_meta(folder)
+        for key in [k for k in meta if old and k != "teacher" and old.get(k) != meta[k]]:
+            was, now = ("others" if key == "labels" else v.get(key) for v in (old, meta))
+            raise common.BadInput(f"{folder} holds pairs made with {key} {was}, not {now}; give another "
+                                  f"--out, or the settings of its meta.json")
+        if not old:
+            files.write(folder / "meta.json", lambda f: f.write(f"{json.dumps(meta)}\n".encode()))
 
 
 def missing(folder, meta):
@@ -75,22 +79,20 @@ def missing(folder, meta):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser("make_pairs.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("make_pairs.py", description=__doc__, formatter_class=Help)
     parser.add_argument("--out", required=True, help="folder or URL")
     parser.add_argument("--teacher", default="assets/digits.pth", help="weights, path[#entry]")
     parser.add_argument("--net", default="edm:digits", help="the teacher's, family:size[,option=value]")
     parser.add_argument("--data", default="digits", help="whose labels the pairs have")
-    parser.add_argument("--pairs", type=int, default=20000, help="number of pairs (default 20000)")
-    parser.add_argument("--path_t", default="80,2.5,0.8,0.4", help="times of the states to keep, from "
-                                                                   "the noise's down (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=18, help="of the solver (default 18)")
-    parser.add_argument("--solver", default="heun", help="heun (default), or euler")
+    parser.add_argument("--pairs", type=int, default=20000, help="number of pairs")
+    parser.add_argument("--path_t", default="80,2.5,0.8,0.4", help="times of the states to keep, descending")
+    parser.add_argument("--steps", type=int, default=18, help="of the solver")
+    parser.add_argument("--solver", default="heun", help="heun or euler")
     parser.add_argument("--guidance", type=float, default=1.0, help="1 = conditional, 0 = unconditional")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shard", type=int, default=1000, help="pairs of a file (default 1000)")
-    parser.add_argument("--batch", type=int, default=250, help="pairs solved at once (default 250)")
-    parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the best there is)")
+    parser.add_argument("--shard", type=int, default=1000, help="pairs of a file")
+    parser.add_argument("--batch", type=int, default=250, help="pairs solved at once")
+    parser.add_argument("--device", default="", help="cuda, mps or cpu; empty: the best there is")
     args = parser.parse_args(argv)
 
     # everything that can be wrong with the input

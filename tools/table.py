@@ -1,15 +1,20 @@
 """Train and score every method on the digits; rewrite the README's table and assets/results.json.
 
     python tools/table.py                    every row: about 120 minutes on two idle cores
+    python tools/table.py --jobs 2           two methods at a time, one thread each: about an hour
     python tools/table.py cm scm             these rows; the others keep their figures
 
-Runs are outputs/table/digits/NAME and continue where they were; delete one to train it again. Figures are
-those of evaluate.py (5 seeds of 1,500 samples) for its first EMA; its minutes are those of the iterations.
+Runs are outputs/table/digits/NAME and continue where they were; delete one to train it again. NAME.log beside
+a run is what it said. Figures are those of evaluate.py (5 seeds of 1,500 samples) for its first EMA, written
+as they come; minutes are those of the iterations.
 """
+import argparse
 import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent import futures
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,30 +22,40 @@ sys.path.insert(0, str(ROOT))
 import common, train  # noqa: E401, E402
 
 RESULTS, README = ROOT / "assets" / "results.json", ROOT / "README.md"
+FOLDER = Path(os.environ.get("FEWSTEP_OUTPUT_ROOT", ROOT / "outputs")).absolute() / "table" / "digits"
 each = [(f"{n}", ["--steps", f"{n}"], f"{n}") for n in (1, 2, 4)]       # one run for each step count
 once = [("", [], "1,2,4")]                                              # one run, sampled at each
-# method: [(suffix of the run's name, arguments, step counts to score)]; {runs}: the folder of the runs
-RUNS = dict(
-    sft=[("", [], "18")], kd=each, cm=once, scm=once,
-    tcm=[("", ["--preset=stage2", "--stage1={runs}/cm#ema"], "1,2,4")],     # goes on from CM's run
-    mean_flow=once, dmd2=each, f_distill=each, ladd=each)
+# method: [(suffix of the run's name, arguments, step counts to score)]
+RUNS = dict(sft=[("", [], "18")], kd=each, cm=once, scm=once, mean_flow=once, dmd2=each, f_distill=each,
+            ladd=each, tcm=[("", ["--preset=stage2", f"--stage1={FOLDER}/cm#ema"], "1,2,4")])
+AFTER = dict(tcm=["cm"])                                                # goes on from its run
+writing = threading.Lock()
 
 
-def call(*words):
-    """A program of the repository; BadInput if it fails (it has said why)."""
-    print("$", *words, flush=True)
-    if subprocess.run([sys.executable, *map(str, words)], cwd=ROOT).returncode:
-        raise common.BadInput(f"{words[0]} failed; its message is above")
+def say(text):
+    """In one write: threads share the terminal."""
+    print(text, end="", flush=True)
 
 
-def measure(method, suffix, args, steps, runs):
+def call(log, jobs, *words):
+    """A program of the repository, what it says in the file `log`; BadInput if it fails."""
+    say(f"$ {' '.join(map(str, words))}\n")
+    env = os.environ | (dict(OMP_NUM_THREADS="1") if jobs > 1 else {})
+    with log.open("a") as out:
+        done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=env, stdout=out, stderr=out)
+    if done.returncode:
+        raise common.BadInput(f"{words[0]} failed with exit code {done.returncode}; {log} says why")
+
+
+def measure(method, suffix, args, steps, jobs):
     """Rows of evaluate.py of one run, with what made them."""
-    folder, args = runs / f"{method}{suffix}", [a.format(runs=runs) for a in args]
-    call("train.py", f"methods/{method}.py", "--project=table", f"--name={folder.name}", *args)
+    folder = FOLDER / f"{method}{suffix}"
+    log = folder.with_suffix(".log")
+    call(log, jobs, "train.py", f"methods/{method}.py", "--project=table", f"--name={folder.name}", *args)
     entry = common.parse_ema(json.loads((folder / "config.json").read_text())["ema"][0])[0]
-    call("evaluate.py", folder, f"--net={entry}", f"--steps={steps}")
+    call(log, jobs, "evaluate.py", folder, f"--net={entry}", f"--steps={steps}")
     found = json.loads(max((folder / "eval").glob("???????.json")).read_text())["results"]
-    command = " ".join(["torchrun train.py", f"methods/{method}.py", *args]).replace(f"{runs}/", "RUNS/")
+    command = " ".join(["torchrun train.py", f"methods/{method}.py", *args]).replace(f"{FOLDER}/", "RUNS/")
     lines, ms, before = (folder / "metrics.jsonl").read_text().splitlines(), 0.0, 0
     for line in filter(lambda line: "ms_per_it" in line, map(json.loads, lines)):
         ms, before = ms + line["ms_per_it"] * (line["it"] - before), line["it"]
@@ -69,18 +84,43 @@ def rewrite(text, results):
     return "\n".join(lines)
 
 
+def train_and_score(method, first, jobs):
+    """All runs of a method, after the futures `first`; their rows replace those of the same step counts."""
+    futures.wait(first)
+    if method == "kd":
+        call(FOLDER / "pairs.log", jobs, "tools/make_pairs.py", "--out", "outputs/pairs/digits")
+    for run in RUNS[method]:
+        rows = measure(method, *run, jobs)
+        with writing:
+            results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+            kept = {row["steps"]: row for row in [*results.get(method, []), *rows]}
+            results[method] = [kept[steps] for steps in sorted(kept)]
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            README.write_text(rewrite(README.read_text(), results))
+        say("".join(f"{method} {row['steps']} steps: fd {row['fd']:.3f}\n" for row in rows))
+
+
 def main(argv):
-    for name in argv:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("methods", nargs="*")
+    parser.add_argument("--jobs", type=int, default=1)
+    args = parser.parse_args(argv)
+    for name in args.methods:
         common.known("tools/table.py: method", name, RUNS)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    runs = Path(os.environ.get("FEWSTEP_OUTPUT_ROOT", ROOT / "outputs")).absolute() / "table" / "digits"
-    print(f"{sum(len(RUNS[name]) for name in argv or RUNS)} runs of up to 10 minutes each on two idle cores")
-    for name in argv or RUNS:
-        if name == "kd":
-            call("tools/make_pairs.py", "--out", "outputs/pairs/digits")
-        results[name] = [row for run in RUNS[name] for row in measure(name, *run, runs)]
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        README.write_text(rewrite(README.read_text(), results))
+    names = [name for name in RUNS if name in args.methods or not args.methods]
+    print(f"{sum(len(RUNS[name]) for name in names)} runs of up to 10 minutes each on two idle cores")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with futures.ThreadPoolExecutor(args.jobs) as pool:
+        started = {}
+        for name in names:
+            first = [started[other] for other in AFTER.get(name, ()) if other in started]
+            started[name] = pool.submit(train_and_score, name, first, args.jobs)
+        try:
+            failed = [str(f.exception()) for f in futures.as_completed(started.values()) if f.exception()]
+        finally:
+            pool.shutdown(cancel_futures=True)          # after Ctrl-C nothing new starts
+    if failed:
+        raise common.BadInput("; ".join(failed))
 
 
 if __name__ == "__main__":
