@@ -36,7 +36,7 @@ class Critic(torch.nn.Module):
     def __init__(self, net, total):
         super().__init__()
         self.std, self.total = [net.std], total         # a list hides the parameter
-    def forward(self, features):
+    def forward(self, features, cond=None):
         v_p, v_q = (0.64 * std ** 2 + 0.36 for std in (0.5, self.std[0].item()))
         logits = (0.5 * math.log(v_q / v_p) + 0.5 * features[0] ** 2 * (1 / v_q - 1 / v_p)).flatten(1)
         return logits.sum(1, keepdim=True) if self.total else logits
@@ -46,7 +46,7 @@ class Heads(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(2))
-    def forward(self, features):
+    def forward(self, features, cond=None):
         x = features[0].flatten(1)
         return self.w[0] * x ** 2 + self.w[1] * x
 
@@ -166,7 +166,7 @@ def test_r1_of_a_linear_critic_is_the_size_of_its_gradient_at_any_noise(name):
     """0.01 |a|^2; FastGen, which moves the clean image, has (t^2 + 0.01) |a|^2."""
     features = {} if name == "ladd" else dict(gan_features="teacher")
     method, cfg, held, batch = gaussians(name, (8192, 1, 4, 4), r1_weight=1.0, **features)
-    linear = lambda features: features[0].flatten(1).sum(1, keepdim=True) * (13.17 / 16) ** 0.5   # |a|^2 13.17
+    linear = lambda features, cond=None: features[0].flatten(1).sum(1, keepdim=True) * (13.17 / 16) ** 0.5   # |a|^2 13.17
     r1 = method.step(held | dict(discriminator=linear), batch, 0, cfg)[1]["r1"]
     assert r1.item() == pytest.approx(0.1317, rel=0.05)
 
