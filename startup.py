@@ -161,15 +161,15 @@ def check_method(method, cfg, nets):
 
 def call(method, nets, batch, it, cfg):
     """(loss, {name: scalar}) of the method's step, under autocast; BadInput where it breaks its contract."""
-    where = f"{method.path}: step() at it {it} (phase {method.phase(it, cfg)!r})"
     with autocast(cfg, batch["x0"].device):
         loss, parts = method.step(nets, batch, it, cfg)
-    for key, value in (dict(loss=loss) | parts).items():
-        if torch.is_tensor(value) and value.numel() != 1:
-            raise BadInput(f"{where} returned {key!r} of shape {tuple(value.shape)}, not a scalar")
+    wrong = [f"{key!r} of shape {tuple(value.shape)}, not a scalar" for key, value in (
+             dict(loss=loss) | parts).items() if torch.is_tensor(value) and value.numel() != 1]
     if torch.is_grad_enabled() and not getattr(loss, "requires_grad", False):
-        raise BadInput(f"{where} returned a loss that depends on no parameter of that optimizer; is "
-                       f"something under no_grad?")
+        wrong.append("a loss that depends on no parameter of that optimizer; is something under no_grad?")
+    if wrong:
+        raise BadInput(f"{method.path}: step() at it {it} (phase {method.phase(it, cfg)!r}) returned "
+                       f"{wrong[0]}")
     return loss, parts
 
 

@@ -280,6 +280,10 @@ def test_log_lines_have_fixed_keys_and_means_over_their_window(capsys):
             assert line[key] == pytest.approx(sum(turns) / len(turns), rel=1e-5)
         assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000) and line["mem_gb"] > 0.05
     assert set(ones[0]) == {"it", *FAKE, "norm_fake", "lr_fake", *run.TIMING}
+    meter = logs.Meter(None)
+    for loss in 1, 2:
+        meter.add(dict(skipped=1, loss=loss))
+    assert meter.flush() == dict(skipped=2, loss=1.5)   # skipped is counted
     text = [line for line in capsys.readouterr().out.splitlines() if line.startswith("it 0")]
     pattern = (" ".join(f"{key} N" for key in STUDENT + FAKE) +     # in this order whoever's turn came first
                " | norm N norm_fake N | lr N lr_fake N | N ms/it | data N ms | N img/s | N GB | eta N")
@@ -295,8 +299,8 @@ def test_val_settings_validate_under_changed_keys():
     alone = run.run(method, changed).lines[0]
     assert [line["it"] for line in lines] == [0, 2]
     parts = ["student/loss", "student/dm", "student/gan_g", "fake/loss", "fake/dsm", "fake/gan_d"]
-    for label in ("", "guidance=2/", "guidance=0.5;dm_t_max=9/"):
-        assert all(f"val/{label}{p}" in line for p in parts for line in lines)
+    labels = ("", "guidance=2/", "guidance=0.5;dm_t_max=9/")
+    assert all(line.keys() == {"it", *(f"val/{a}{b}" for a in labels for b in parts)} for line in lines)
     first = lines[0]
     assert first["val/student/dm"] == 0 < first["val/guidance=2/student/dm"]    # fake score = teacher
     assert first["val/guidance=0.5;dm_t_max=9/student/dm"] == alone["val/student/dm"]
