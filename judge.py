@@ -24,29 +24,25 @@ def judging(nets):
             module.training = mode
 
 
-def validate(method, nets, cfg, dataset, done, rank, world, gloo, device, autocast, stopping):
+def validate(method, nets, cfg, dataset, done, rank, world, gloo, device, stopping):
     """{val/[setting/]phase/name: mean over batches and ranks}, or None if asked to stop in between. Calls
     step once per phase and batch, with its own seed."""
-    meter = logs.Meter(gloo)
-    for label, changes in startup.val_settings(cfg):
-        its, it = {}, done
-        while it < done + 1000 and it < done + cfg["max_iter"]:      # first turn of every phase from here on
-            its.setdefault(method.phase(it, cfg), it)
-            it += 1
-        loader = data.Loader(dataset, cfg | dict(workers=0), 0, rank, world, cfg["accum"], cfg["seed"])
-        for number in range(cfg["val_batches"]):
-            for micro in range(cfg["accum"]):
-                batch = encoders.encode(next(loader), cfg, device)
-                for phase, at in its.items():
-                    common.seed_default(common.hash_seed(cfg["seed"], "val", number, micro * world + rank))
-                    with autocast():
-                        loss, parts = startup.call(method, "step", nets, batch, at, cfg | changes)
-                    for key, value in (dict(loss=loss) | parts).items():
-                        meter.add(f"val/{label}{phase}/{key}", value)
-            if stopping():
-                loader.close()
-                return None
-        loader.close()
+    meter, seed, its = logs.Meter(gloo), cfg["seed"], {}
+    for it in range(done, done + min(1000, cfg["max_iter"])):   # first turn of every phase from here on
+        its.setdefault(method.phase(it, cfg), it)
+    with judging(nets.values()):
+        for label, changes in startup.val_settings(cfg):
+            loader = data.Loader(dataset, cfg | dict(workers=0), 0, rank, world, cfg["accum"], seed)
+            for number in range(cfg["val_batches"]):
+                for micro in range(cfg["accum"]):
+                    batch = encoders.encode(next(loader), cfg, device)
+                    for phase, it in its.items():
+                        common.seed_default(common.hash_seed(seed, "val", number, micro * world + rank))
+                        loss, parts = startup.call(method, nets, batch, it, cfg | changes)
+                        values = dict(loss=loss) | parts
+                        meter.add({f"val/{label}{phase}/{key}": v for key, v in values.items()})
+                if stopping():
+                    return None
     return meter.flush()
 
 
@@ -64,5 +60,6 @@ def draw_grid(method, net, cfg, device, rank, world, gloo, rows=8):
     n, each = rows * columns, -(-rows * columns // world)
     ids = [i % n for i in range(rank * each, (rank + 1) * each)]
     labels = torch.tensor([i % columns if cfg["classes"] else -1 for i in ids])
-    x0 = draw_samples(method, net, cfg, ids, labels, cfg["steps"], cfg["seed"], device)
+    with judging([net]), startup.autocast(cfg, device):
+        x0 = draw_samples(method, net, cfg, ids, labels, cfg["steps"], cfg["seed"], device)
     return torch.cat(common.everyone(x0.float().cpu(), gloo))[:n], columns

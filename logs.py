@@ -5,29 +5,32 @@ import netrc
 import os
 import resource
 import secrets
+import shlex
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import ckpt
 import common
 import files
+import resume
+import watch
 from nets import encoders
 
 
 class Meter:
-    """Means of scalars over a window and over the ranks; tensors stay on their device until flush()."""
+    """Means of scalars over a window and over the ranks (of "skipped" the sum); tensors stay on their device
+    until flush()."""
 
     def __init__(self, gloo):
-        self.gloo, self.sums, self.totals = gloo, {}, set()
+        self.gloo, self.sums = gloo, {}
 
-    def add(self, key, value, total=False):
-        value = torch.as_tensor(value).detach().float().reshape(())
-        s, n = self.sums.get(key, (0.0, 0))
-        self.sums[key] = (s + value, n + 1)
-        if total:
-            self.totals.add(key)
+    def add(self, values):
+        for key, value in values.items():
+            s, n = self.sums.get(key, (0.0, 0))
+            self.sums[key] = s + torch.as_tensor(value).detach().float().reshape(()), n + 1
 
     def flush(self):
         """{key: mean}; keys of the student's turns (from `loss` on) come first, whoever's turn was first."""
@@ -37,25 +40,20 @@ class Meter:
             raise common.BadInput(f"step() logs {', '.join(sorted(apart))} on some ranks only; log it on all")
         if not keys:
             return {}
-        device = next((s.device for s, _ in self.sums.values() if s.device.type != "cpu"),
-                      torch.device("cpu"))
-        values = torch.stack([self.sums[k][0].to(device) / (1 if k in self.totals else self.sums[k][1])
-                              for k in keys])
+        sums, self.sums = self.sums, {}
+        device = max((s.device for s, _ in sums.values()), key=lambda device: device.type != "cpu")
+        values = torch.stack([sums[k][0].to(device) / (1 if k == "skipped" else sums[k][1]) for k in keys])
         if self.gloo is not None:
             values = common.all_mean(values)
-        self.sums = {}
         means = dict(zip(keys, values.tolist()))
         i = keys.index("loss") if "loss" in keys else 0
         j = next((k for k in range(i + 1, len(keys)) if keys[k].startswith("loss_")), len(keys))
         return {k: means[k] for k in keys[i:j] + keys[:i] + keys[j:]}
 
-    def text(self):
-        return " ".join(f"{k} {(s / n).item():.4g}" for k, (s, n) in self.sums.items() if k != "data_ms")
-
 
 class Recorder:
-    """metrics.jsonl (and wandb): one line per call, written by rank 0. Objects of a store cannot grow: there
-    the whole file is written with every line, so that a kill loses no more of it than on a disk: nothing."""
+    """metrics.jsonl, wandb and pictures, written by rank 0. What cannot be written is said, and no more: the
+    next checkpoint will end the run. Objects of a store cannot grow: there the whole file is written anew."""
 
     def __init__(self, folder, wandb, rank, gloo, say):
         self.file, self.wandb, self.say = folder / "metrics.jsonl", wandb, say
@@ -71,19 +69,36 @@ class Recorder:
                         f.write(self.lines[-1])
                 else:
                     files.write(self.file, lambda f: f.write("".join(self.lines).encode()))
-            except OSError as e:                        # a full disk ends a run at its next checkpoint
+            except OSError as e:
                 self.say(f"WARNING: could not write {self.file} ({e.strerror})", "warning")
-            except common.BadInput as e:                # so does a store that is gone
+            except common.BadInput as e:
                 self.say(f"WARNING: {e}", "warning")
+            self.report(lambda wandb: wandb.log(values, step=it))
+
+    def picture(self, it, images, file, columns):
+        try:
+            save_grid(images, file, columns)
+            with files.fetch(file) as here:
+                self.report(lambda wandb: wandb.log({"samples": wandb.Image(str(here))}, step=it))
+        except common.BadInput as e:
+            self.say(f"WARNING: {e}", "warning")
+
+    def close(self):
+        self.report(lambda wandb: wandb.finish())
+
+    def report(self, call):
+        """call(wandb). An error there (its process had a SIGTERM, too) ends the reporting, not the run."""
+        try:
             if self.wandb:
-                self.wandb.log(values, it)
+                call(self.wandb)
+        except Exception as e:
+            self.wandb = None
+            self.say(f"WARNING: wandb ends here ({type(e).__name__}: {e}); metrics.jsonl goes on", "warning")
 
     def has(self, it, prefix):
         """True on every rank if a line of `it` has a key with that prefix."""
-        there = False
-        if self.rank == 0:
-            entries = map(json.loads, self.lines)
-            there = any(e["it"] == it and any(k.startswith(prefix) for k in e) for e in entries)
+        entries = map(json.loads, self.lines)
+        there = any(e["it"] == it and any(k.startswith(prefix) for k in e) for e in entries)
         return common.from_rank0(there, self.gloo)
 
 
@@ -103,33 +118,48 @@ class Printer:
             else:
                 print(text, flush=True)
 
+    def warn(self, text):
+        self(text, "warning")
+
     def progress(self, done):
+        """Moves the bar; None ends it."""
         if self.rank == 0 and sys.stderr.isatty() and self.level != "warning":
             with contextlib.suppress(OSError, ValueError):
-                if self.bar is None and done is not None:
+                if self.bar is None:
                     from tqdm import tqdm
                     self.bar = tqdm(total=self.total, initial=done, dynamic_ncols=True, unit="it")
-                elif done is None and self.bar:
+                elif done is None:
                     self.bar = self.bar.close()
-                elif self.bar:
+                else:
                     self.bar.update(done - self.bar.n)
+
+
+# ---- lines of the log --------------------------------------------------------------------------------------
+
+def with_rates(values, batch_size, left, device):
+    """Means of a window, with its speed, the time for the iterations left, memory and the use of a GPU."""
+    s_per_it = values["ms_per_it"] / 1e3
+    return values | dict(img_per_s=batch_size / s_per_it, eta_s=left * s_per_it, mem_gb=memory_gb(device),
+                         **watch.device_values(device))
 
 
 def log_line(done, total, values):
     """it 001200/010000 | loss 0.4 dm 0.4 | dsm 0.08 | norm 0.83 | lr 1.0e-05 | 412 ms/it | ... | eta 1h02m"""
     meta = ("ms_per_it", "img_per_s", "mem_gb", "reserved_gb", "gpu_util", "eta_s", "data_ms")
-    width = max(6, len(str(total)))
-    groups = [[k for k in values if k not in meta and not k.startswith(("norm", "lr", "skipped", "scale"))],
-              [k for k in values if k.startswith(("norm", "skipped", "scale"))],
-              [k for k in values if k.startswith("lr")]]
-    parts = [" ".join(f"{k} {values[k]:.1e}" if k.startswith("lr") else f"{k} {values[k]:.4g}" for k in group)
-             for group in groups if group]
+    groups = {"loss": [], "norm": [], "lr": []}
+    for key, value in values.items():
+        if key not in meta:
+            kind = next((k for k in ("norm", "lr") if key.startswith(k)), "loss")
+            kind = "norm" if key in ("skipped", "scale") else kind
+            groups[kind].append(f"{key} {value:.1e}" if kind == "lr" else f"{key} {value:.4g}")
     m, s = divmod(int(values["eta_s"]), 60)
-    eta = f"{m // 60}h{m % 60:02d}m" if m >= 60 else f"{m}m{s:02d}s"
-    return " | ".join([f"it {done:0{width}d}/{total:0{width}d}", *parts, f"{values['ms_per_it']:.0f} ms/it",
-                       f"data {values.get('data_ms', 0):.1f} ms", f"{values['img_per_s']:.0f} img/s",
-                       f"{values['mem_gb']:.1f} GB",
-                       *([f"gpu {values['gpu_util']:.0f} %"] if "gpu_util" in values else []), f"eta {eta}"])
+    width = max(6, len(str(total)))
+    return " | ".join([
+        f"it {done:0{width}d}/{total:0{width}d}", *(" ".join(group) for group in groups.values() if group),
+        f"{values['ms_per_it']:.0f} ms/it", f"data {values['data_ms']:.1f} ms",
+        f"{values['img_per_s']:.0f} img/s", f"{values['mem_gb']:.1f} GB",
+        *([f"gpu {values['gpu_util']:.0f} %"] if "gpu_util" in values else []),
+        f"eta {m // 60}h{m % 60:02d}m" if m >= 60 else f"eta {m}m{s:02d}s"])
 
 
 def memory_gb(device):
@@ -138,6 +168,80 @@ def memory_gb(device):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2 ** 30 if sys.platform == "darwin" else 2 ** 20)
 
+
+def config_lines(cfg, changed):
+    changed = dict(changed)
+    return ["config (* = set by preset or command line)"] + [
+            f"{'*' if k in changed else ' '} {k} = {v!r}" +
+            (f"   (default {changed[k]!r})" if k in changed else "") for k, v in cfg.items()]
+
+
+def net_lines(nets, trainable):
+    for name, net in nets.items():
+        sizes = {k: p.numel() for k, p in net.named_parameters()}
+        yield (f"net {name}: {sum(sizes.values()):,} parameters, "
+               f"{sum(sizes[k] for k in trainable[name]):,} trainable")
+
+
+def batch_text(cfg, world):
+    each = cfg["batch_size"] // (world * cfg["accum"])
+    shards = f", nets sharded over {cfg['shard_size'] or world}" if cfg["parallel"] == "fsdp" else ""
+    return f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks{shards}"
+
+
+def data_line(cfg, dataset, net):
+    """Size and spread of the data: a wrong value range (0..255, latents scaled twice) shows here first."""
+    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 128))]
+    raw = dict(image=torch.stack([torch.as_tensor(image.copy()) for image in some]),
+               label=torch.zeros(len(some)).long() - 1, id=torch.arange(len(some)))
+    std = encoders.encode(raw, cfg, "cpu")["x0"].std().item()
+    return (f"data {cfg['data']}: {len(dataset):,} samples of {tuple(dataset.shape)}, "
+            f"{dataset.classes} classes, std {std:.3f}" +
+            (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else ""))
+
+
+def describe(cfg, nets, trainable, opts, names, plan, world, start, changed):
+    """The first lines of a log. names: {parameter: "net.key"}."""
+    owns = {phase: sorted({names[p].split(".")[0] for g in opt.param_groups for p in g["params"]})
+            for phase, opt in opts.items()}
+    return "\n".join(filter(None, [
+        *config_lines(cfg, changed), *net_lines(nets, trainable),
+        *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}, {plan.turns[phase]} turns"
+          for phase, own in owns.items()),
+        f"{batch_text(cfg, world)} | {plan.device}{f', {dist.get_backend()}' if world > 1 else ''}, "
+        f"{torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",
+        f"{'starting' if start == 0 else 'continuing'} at iteration {start}",
+        data_line(cfg, plan.dataset, nets["student"]), resume.scheduler.resume_details()]))
+
+
+def plan(cfg, changed, nets, trainable, world, folder):
+    """What --dry_run prints: config, parameters, batch arithmetic, memory of weights, gradients, moments."""
+    total = sum(p.numel() for net in nets.values() for p in net.parameters())
+    train = sum(p.numel() for net in nets.values() for p in net.parameters() if p.requires_grad)
+    averaged = len(cfg["ema"]) * sum(p.numel() for p in nets["student"].parameters())
+    shares = (cfg["shard_size"] or world) if cfg["parallel"] == "fsdp" else 1
+    return "\n".join([
+        *config_lines(cfg, changed), *net_lines(nets, trainable),
+        f"{batch_text(cfg, world)}; {cfg['max_iter']} iterations = "
+        f"{cfg['max_iter'] * cfg['batch_size']:,} samples",
+        f"memory per rank in float32: {4 * (total + 3 * train + averaged) / 2 ** 30 / shares:.2f} GB for "
+        f"weights, gradients, two moments and {len(cfg['ema'])} EMA; activations come on top",
+        f"output {folder}"])
+
+
+def ending(cfg, plan, done, last):
+    """The last lines of a log."""
+    file, grid = ckpt.path(plan.folder / "checkpoints", done), plan.folder / "samples" / f"{done:07d}.png"
+    if done < last:
+        return f"asked to stop: {done} iterations are in {file}; the same command continues there"
+    if done < cfg["max_iter"]:
+        return f"stopped at --stop_at {cfg['stop_at']}: {file}"
+    digits = plan.fingerprint.get("pairs_of", cfg["data"]) == "digits"
+    return (f"done: {file}\nsamples: {grid if cfg['sample_every'] else 'none'}" +
+            f"\nscore it: python evaluate.py {shlex.quote(str(plan.folder))}" * digits)
+
+
+# ---- pictures, wandb ---------------------------------------------------------------------------------------
 
 def save_png(picture, file, about={}):
     """A PIL picture as PNG, with {key: value} as its text."""
@@ -162,97 +266,8 @@ def save_grid(images, file, columns, about={}, pad=1):
     save_png(picture, file, about)
 
 
-def config_lines(cfg, changed):
-    changed = dict(changed)
-    return ["config (* = set by preset or command line)"] + [
-            f"{'*' if k in changed else ' '} {k} = {v!r}" +
-            (f"   (default {changed[k]!r})" if k in changed else "") for k, v in cfg.items()]
-
-
-def net_lines(nets, trainable):
-    lines = ["nets"]
-    for name, net in nets.items():
-        sizes = {k: p.numel() for k, p in net.named_parameters()}
-        lines.append(f"  {name}: {sum(sizes.values()):,} parameters, "
-                     f"{sum(sizes[k] for k in trainable[name]):,} trainable")
-    return lines
-
-
-def batch_text(cfg, world):
-    each = cfg["batch_size"] // (world * cfg["accum"])
-    shards = f", nets sharded over {shared_by(cfg, world)}" if cfg["parallel"] == "fsdp" else ""
-    return f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks{shards}"
-
-
-def shared_by(cfg, world):
-    """Ranks that hold the nets between them."""
-    return (cfg["shard_size"] or world) if cfg["parallel"] == "fsdp" else 1
-
-
-def data_line(cfg, dataset, net):
-    """Size and spread of the data: a wrong value range (0..255, latents scaled twice) shows here first."""
-    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 128))]
-    raw = dict(image=torch.stack([torch.as_tensor(image.copy()) for image in some]),
-               label=torch.zeros(len(some)).long() - 1, id=torch.arange(len(some)))
-    std = encoders.encode(raw, cfg, "cpu")["x0"].std().item()
-    return (f"data {cfg['data']}: {len(dataset):,} samples of {tuple(dataset.shape)}, "
-            f"{dataset.classes} classes, std {std:.3f}" +
-            (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else ""))
-
-
-def describe(cfg, nets, trainable, opts, names, turns, world, device, start, changed):
-    owns = {phase: sorted({names[p].split(".")[0] for g in opt.param_groups for p in g["params"]})
-            for phase, opt in opts.items()}
-    return "\n".join([
-        *config_lines(cfg, changed), *net_lines(nets, trainable),
-        *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}, {turns[phase]} turns"
-          for phase, own in owns.items()),
-        f"{batch_text(cfg, world)} | {device}{f', {dist.get_backend()}' if world > 1 else ''}, "
-        f"{torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",
-        f"{'starting' if start == 0 else 'continuing'} at iteration {start}"])
-
-
-def show_plan(method, cfg, changed, nets, trainable, world, folder):
-    """What --dry_run prints: config, parameters, batch arithmetic, memory of weights, gradients, moments."""
-    total = sum(p.numel() for net in nets.values() for p in net.parameters())
-    train = sum(p.numel() for net in nets.values() for p in net.parameters() if p.requires_grad)
-    student = sum(p.numel() for p in nets["student"].parameters())
-    gb = 4 * (total + 3 * train + student * len(cfg["ema"])) / 2 ** 30 / shared_by(cfg, world)
-    print("\n".join([
-        *config_lines(cfg, changed), *net_lines(nets, trainable),
-        f"{batch_text(cfg, world)}; {cfg['max_iter']} iterations = "
-        f"{cfg['max_iter'] * cfg['batch_size']:,} samples",
-        f"memory per rank in float32: {gb:.2f} GB for weights, gradients, two moments and {len(cfg['ema'])} "
-        f"EMA; activations come on top", f"output {folder}"]))
-
-
-class Wandb:
-    """A wandb run. An error there (its own process had a SIGTERM, too) is said and ends the reporting."""
-
-    def __init__(self, module, say):
-        self.module, self.say = module, say
-
-    def log(self, values, it):
-        self.guarded(lambda: self.module.log(values, step=it))
-
-    def picture(self, file, it):
-        with files.fetch(file) as here:
-            self.guarded(lambda: self.module.log({"samples": self.module.Image(str(here))}, step=it))
-
-    def finish(self):
-        self.guarded(lambda: self.module.finish())
-
-    def guarded(self, call):
-        try:
-            if self.module:
-                call()
-        except Exception as e:
-            self.module = None
-            self.say(f"WARNING: wandb ends here ({type(e).__name__}: {e}); metrics.jsonl goes on", "warning")
-
-
 def start_wandb(cfg, folder, say):
-    """A wandb run that continues under its old id, or None with one line why. Never prompts."""
+    """wandb with a run that continues under its old id, or None with one line why. Never prompts."""
     mode = cfg["wandb"] or os.environ.get("WANDB_MODE", "")
     has_key = bool(os.environ.get("WANDB_API_KEY"))
     with contextlib.suppress(OSError, netrc.NetrcParseError):
@@ -271,7 +286,7 @@ def start_wandb(cfg, folder, say):
         wandb.init(project=cfg["project"], group=cfg["group"], name=cfg["name"], id=run_id, resume="allow",
                    mode=mode, dir=local, config=cfg, settings=wandb.Settings(silent=True, init_timeout=30))
         files.write(id_file, lambda f: f.write(f"{run_id}\n".encode()))
-        return Wandb(wandb, say)
+        return wandb
     except Exception as e:                             # missing package, no network: training goes on without
         say(f"wandb disabled: {str(e).splitlines()[0] if str(e) else type(e).__name__} (pip install wandb, "
             f"or --wandb offline)", "warning")

@@ -1,9 +1,10 @@
-"""Before the first iteration: what can be wrong with the input, the run folder, weights into nets.
+"""Before the first iteration: what can be wrong with the input, the run folder, the checkpoint it continues.
 
 The checks run before the process group starts, alike on every rank: a mistake costs seconds and one sentence.
 """
 import ast
 import contextlib
+import copy
 import fcntl
 import json
 import math
@@ -14,25 +15,58 @@ import time
 import zlib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 import ckpt
 import common
+import data
 import files
-from common import BadInput, from_rank0
+import fill
+import resume
+import shard
+import watch
+from common import BadInput, from_rank0, on_rank0
 
 CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp", "fsdp"), resume=("auto", "force", ""),
                wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"),
                device=("", "cuda", "mps", "cpu"))
-RETURNS = dict(build=("{name: torch.nn.Module}", torch.nn.Module), init=("{name: source}", str),
-               optimizers=("{phase: optimizer}", torch.optim.Optimizer),
-               step=("(scalar loss, {name: scalar to log})", (int, float, torch.Tensor)))
+LEAST = dict(batch_size=1, accum=1, val_batches=1, steps=1, classes=-1)
+MOST = dict(augment=1, max_iter=9_999_999)              # N.pth has seven digits
+
+
+def plan(method, cfg, world, local, defaults):
+    """What a run is made of, after all checks of it: device, data sets, nets (on the meta device), names of
+    their trainable parameters, init's sources, turns of each phase, folder. Sets cfg["classes"]."""
+    check(cfg, world, defaults)
+    watch.profile_window(cfg)
+    watch.deterministic(cfg["deterministic"])
+    device = pick_device(cfg, local)
+    torch.set_float32_matmul_precision("high" if cfg["tf32"] else "highest")
+    torch.backends.cudnn.allow_tf32 = cfg["tf32"]
+    dataset = data.load(cfg)
+    if cfg["classes"] < 0:
+        cfg["classes"] = dataset.classes
+    with torch.device("meta"):
+        nets = method.build(cfg)
+    check_nets(method, cfg, nets, defaults)
+    val_set = data.load(cfg, split="val") if cfg["val_every"] else dataset
+    for key, some in ("data", dataset), ("val_data", val_set):
+        if tuple(some.shape) != tuple(nets["student"].x_shape):
+            raise BadInput(f"--{key} {cfg[key]} has samples of shape {tuple(some.shape)}, --net {cfg['net']} "
+                           f"takes {tuple(nets['student'].x_shape)}; choose a net of that shape")
+        for _, changes in val_settings(cfg) if hasattr(method, "check") else ():
+            method.check(some, nets, cfg | changes)
+    inits, turns = check_method(method, cfg, nets)
+    return SimpleNamespace(
+        device=device, dataset=dataset, val_set=val_set, nets=nets, inits=inits, turns=turns,
+        trainable={n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in nets.items()},
+        folder=output_folder(cfg), fingerprint=fingerprint(cfg, dataset))
 
 
 def check(cfg, world, defaults):
-    for key, default in defaults.items():               # a method file may change a value, not its type
-        like(default, cfg[key], f"{key} = {cfg[key]!r} in the method file")
     for key, choices in CHOICES.items():
         if cfg[key] not in choices:
             raise BadInput(f"--{key} {cfg[key]!r} is not known; choose from {', '.join(map(repr, choices))}")
@@ -40,24 +74,19 @@ def check(cfg, world, defaults):
         if cfg[key] in ("", ".", "..") or "/" in cfg[key]:
             raise BadInput(f"--{key} {cfg[key]!r} cannot be the name of a folder; leave out / and dots alone")
     for key, value in cfg.items():
-        low = (1 if key in ("batch_size", "accum", "val_batches", "steps") else -1 if key == "classes" else
-               0 if re.fullmatch(r"(max|lr)_\w+|\w+_(weight|decay|every|ratio|size|rate)|lr|clip|seed|warmup|"
-                                 r"workers|augment|stop_at|keep_last|timeout_s", key) else -2 ** 63)
-        high = dict(augment=1, workers=256, max_iter=9_999_999, timeout_s=10 ** 8).get(key, 2 ** 63)   # N.pth
+        counted = re.fullmatch(r"(max|lr)_\w+|\w+_(weight|decay|every|ratio|size|rate)|lr|clip|seed|warmup|"
+                               r"workers|augment|stop_at|keep_last|timeout_s", key)
+        low, high = LEAST.get(key, 0 if counted else -math.inf), MOST.get(key, math.inf)
         for v in value if isinstance(value, tuple) else (value,):
             if isinstance(v, (int, float)) and not low <= v <= high:
-                raise BadInput(f"--{key} {value} " + (
-                    "must not be negative" if v < 0 == low else f"must be at least {low}" if v < low else
-                    f"is more than {high}" if v > high else "is not a number"))
+                raise BadInput(f"--{key} {value} must be a number from {low} to {high}")
     parts = world * cfg["accum"]
     if cfg["batch_size"] % parts:
         low = cfg["batch_size"] // parts * parts
         raise BadInput(f"batch_size {cfg['batch_size']} is not divisible by {world} ranks x accum "
                        f"{cfg['accum']} = {parts}; nearest {f'{low} or ' if low else ''}{low + parts}")
-    size = cfg["shard_size"] or world
-    if world % size:
-        fit = [n for n in range(1, world + 1) if world % n == 0]
-        raise BadInput(f"--shard_size {size} does not divide the {world} ranks; give one of {fit}, or 0")
+    if world % (cfg["shard_size"] or world):
+        raise BadInput(f"--shard_size {cfg['shard_size']} does not divide the {world} ranks; give 0 for all")
     for key in ("shard_size", "offload", "reshard"):
         if cfg[key] != defaults[key] and cfg["parallel"] != "fsdp":
             raise BadInput(f"--{key} {cfg[key]} is of sharded nets; give --parallel fsdp, or leave it out")
@@ -65,7 +94,6 @@ def check(cfg, world, defaults):
     names = [common.parse_ema(str(e))[0] for e in cfg["ema"]]
     if len(set(names)) < len(names):
         raise BadInput(f"--ema {','.join(map(str, cfg['ema']))} names an average twice")
-    val_settings(cfg)
 
 
 def ranks():
@@ -76,46 +104,17 @@ def ranks():
 def pick_device(cfg, local):
     name = cfg["device"] or ("cuda" if torch.cuda.is_available() else
                              "mps" if torch.backends.mps.is_available() else "cpu")
-    if name == "cuda" and torch.cuda.device_count():
-        wanted, there = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if wanted > there:                              # every rank of the node sees it, so rank 0 can say it
-            raise BadInput(f"this node has {there} GPUs for {wanted} ranks; lower --nproc_per_node to "
-                           f"{there}, or use --device cpu")
-        torch.cuda.set_device(local)
-        return torch.device("cuda", local)
     try:
-        device = torch.empty(0, device=name).device
-        if device.type == "mps" and cfg.get("parallel") == "fsdp":
-            raise RuntimeError("FSDP2 runs on cuda and cpu")
+        device = torch.empty(0, device=f"cuda:{local}" if name == "cuda" else name).device
+        if name == "cuda":
+            torch.cuda.set_device(device)
         return device
     except (RuntimeError, AssertionError) as e:
-        raise BadInput(f"--device {name} cannot be used ({str(e).splitlines()[0]}); give another one, or "
-                       f"none") from None
+        raise BadInput(f"--device {name} cannot be used by rank {local} of this node "
+                       f"({str(e).splitlines()[0]}); give another one, none, or fewer ranks") from None
 
 
-def call(method, name, *args):
-    """What a function of the method file returns; BadInput if that is not what the trainer can use."""
-    text, kinds = RETURNS[name]
-    try:
-        value = getattr(method, name)(*args)
-    except RuntimeError as e:
-        if "mixed torch.Tensor and DTensor" not in str(e):
-            raise
-        raise BadInput(f"{method.path}: a net uses the weights of a module that it does not call, so they "
-                       f"are not gathered ({str(e).splitlines()[0]}); name units in net.blocks") from e
-    table, wrong = value, [type(value).__name__]
-    if name == "step":
-        pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
-        table = value[1] | dict(loss=value[0]) if pair else None
-    if isinstance(table, dict):
-        wrong = [f"{k!r}: {getattr(v, 'shape', type(v).__name__)}" for k, v in table.items() if not (
-                 isinstance(k, str) and isinstance(v, kinds) and (not torch.is_tensor(v) or v.numel() == 1))]
-    if wrong:
-        raise BadInput(f"{method.path}: {name}() returned {wrong[0]}; it must return {text}")
-    return value
-
-
-def check_nets(method, cfg, nets):
+def check_nets(method, cfg, nets, defaults):
     """Keys that these nets cannot follow, once the data's classes are known."""
     if "student" not in nets:
         raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
@@ -126,102 +125,59 @@ def check_nets(method, cfg, nets):
     if cfg["guidance"] not in (0, 1) and not cfg["classes"]:
         raise BadInput(f"--guidance {cfg['guidance']} needs classes to guide by, and there are none; use "
                        f"--guidance 1")
+    for label, changes in val_settings(cfg)[1:]:
+        with torch.device("meta"):
+            others = method.build(cfg | changes)
+        if str(nets) != str(others) or (defaults.keys() & changes) - {"steps", "guidance"}:
+            raise BadInput(f"--val_settings {label[:-1]} changes nets or trainer, not step")
 
 
-def check_method(method, cfg, nets, trainable):
+def check_method(method, cfg, nets):
     """init's sources, {phase: its turns}; every phase has an optimizer, every trainable parameter one."""
-    where, inits, turns = method.path, call(method, "init", cfg), Counter()
-    opts = call(method, "optimizers", nets, cfg)
+    where, inits, opts = method.path, method.init(cfg), method.optimizers(nets, cfg)
     for name in inits:
         common.known(f"{where}: net in init()", name, nets)
-    for it in range(cfg["max_iter"]):
-        phase = method.phase(it, cfg)
-        if phase not in [*opts]:
-            raise BadInput(f"{where}: phase {phase!r} (it {it}) has no optimizer; optimizers() returns "
-                           f"{', '.join(map(repr, opts)) or 'none'}")
-        turns[phase] += 1
+    turns = Counter(method.phase(it, cfg) for it in range(cfg["max_iter"]))
+    for phase in turns.keys() - opts.keys():
+        raise BadInput(f"{where}: phase {phase!r} has no optimizer; optimizers() returns {', '.join(opts)}")
+    owners = Counter(p for opt in opts.values() for g in opt.param_groups for p in g["params"])
     for name, net in nets.items():
         first = {}
         for key, p in net.named_parameters(remove_duplicate=False):
-            if first.setdefault(id(p), key) != key:
-                raise BadInput(f"{where}: {name}.{key} and {name}.{first[id(p)]} are one parameter; give it "
+            if first.setdefault(p, key) != key:
+                raise BadInput(f"{where}: {name}.{key} and {name}.{first[p]} are one parameter; give it "
                                f"one owner and pass it to where else it is used")
             if p.dim() == 0 and cfg["parallel"] == "fsdp":
                 raise BadInput(f"{where}: {name}.{key} has no rows to share (shape ()); give it shape (1,)")
-    owners = Counter(id(p) for opt in opts.values() for g in opt.param_groups for p in g["params"])
-    for name, net in nets.items():
-        for key, p in net.named_parameters():
-            n = owners.pop(id(p), 0)
-            if (key in trainable[name]) != (n == 1) or n > 1:
+            if (n := owners.pop(p, 0)) != p.requires_grad:
                 raise BadInput(f"{where}: parameter {name}.{key} is "
                                f"{'trainable' if p.requires_grad else 'frozen'} and in {n} optimizers; "
                                f"trainable ones belong to one, frozen ones (requires_grad False in "
                                f"build) to none")
     if owners:
-        raise BadInput(f"{where}: optimizers() holds {len(owners)} parameters of no net that build() "
-                       f"returned")
+        raise BadInput(f"{where}: optimizers() holds {len(owners)} parameters of no net of build()")
     return inits, turns
 
 
-def check_settings(method, cfg, nets, world, defaults):
-    """Validations under changed keys: with the nets and phases of the run, other values for step."""
-    for label, changes in val_settings(cfg)[1:] if cfg["val_every"] else ():
-        check(cfg | changes | dict(val_settings=()), world, defaults)
-        with torch.device("meta"):
-            others = call(method, "build", cfg | changes)
-        was, now = (str(call(method, "optimizers", n, c)) for n, c in ((nets, cfg), (others, cfg | changes)))
-        if (str(nets) != str(others) or was != now or (defaults.keys() & changes) - {"steps", "guidance"}
-                or any(method.phase(it, cfg) != method.phase(it, cfg | changes) for it in range(1000))):
-            raise BadInput(f"--val_settings {label[:-1]} changes nets, optimizers, data, phases "
-                           f"or trainer, not step")
+def call(method, nets, batch, it, cfg):
+    """(loss, {name: scalar}) of the method's step, under autocast; BadInput where it breaks its contract."""
+    with autocast(cfg, batch["x0"].device):
+        loss, parts = method.step(nets, batch, it, cfg)
+    wrong = [f"{key!r} of shape {tuple(value.shape)}, not a scalar" for key, value in (
+             dict(loss=loss) | parts).items() if torch.is_tensor(value) and value.numel() != 1]
+    if torch.is_grad_enabled() and not getattr(loss, "requires_grad", False):
+        wrong.append("a loss that depends on no parameter of that optimizer; is something under no_grad?")
+    if wrong:
+        raise BadInput(f"{method.path}: step() at it {it} (phase {method.phase(it, cfg)!r}) returned "
+                       f"{wrong[0]}")
+    return loss, parts
 
 
-def fingerprint(cfg, dataset):
-    """What tells this data set from another without reading it all: its size, all labels, some samples."""
-    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 16))]
-    return dict(path=cfg["data"], samples=len(dataset), **getattr(dataset, "about", {}),
-                crc=zlib.crc32(b"".join(a.tobytes() for a in [dataset.label, *some])))
+def autocast(cfg, device):
+    return torch.autocast(device.type, shard.DTYPES.get(cfg["amp"]), enabled=bool(cfg["amp"]))
 
 
-def output_folder(cfg):
-    root = files.place(os.environ.get("FEWSTEP_OUTPUT_ROOT", "outputs"))
-    return root / cfg["project"] / cfg["group"] / cfg["name"]
-
-
-def make_folder(folder, problem, cure, subs=("",)):
-    """Create the folder and its `subs`; BadInput "problem (reason); cure" if nothing can be written there."""
-    if not isinstance(folder, Path):                    # a store has no folders to create, so it is asked
-        files.write(folder / ".writable", lambda f: f.write(b"yes"))
-        return files.remove(folder / ".writable")
-    try:
-        for sub in subs:
-            (folder / sub).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as e:
-        raise BadInput(f"{problem} ({e.strerror}); {cure}") from None
-
-
-def check_folder(method, cfg, folder, state=None, data=None):
-    """True if there are checkpoints to continue from; BadInput if they (`state`: the newest) are not ours."""
-    if not ckpt.scan(folder / "checkpoints"):
-        return False
-    if cfg["resume"] == "":
-        raise BadInput(f"{folder} holds checkpoints, which --resume \"\" refuses; start anew with --name "
-                       f"NEW, or continue with --resume auto")
-    was = method.path.stem
-    with contextlib.suppress(BadInput, ValueError, AttributeError):     # without it the checkpoint knows
-        was = (state or json.loads(files.read(folder / "config.json") or b"{}")).get("method", was)
-    if was != method.path.stem:
-        raise BadInput(f"{folder} is a run of {was}, not of {method.path.stem}; use --name NEW")
-    copied, began = files.read(folder / "method.py"), (state or {}).get("data", data)
-    if cfg["resume"] != "force" and copied not in (None, method.source):
-        raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, "
-                       f"--resume force continues with the changed file")
-    if cfg["resume"] != "force" and began and (began | dict(path="")) != (data | dict(path="")):
-        raise BadInput(f"--data {cfg['data']} is not the data {folder} began with, {began['path']} then; "
-                       f"--name NEW starts a new run, --resume force continues with the other data")
-    return True
-
+# ---- values of config keys ---------------------------------------------------------------------------------
 
 def like(default, value, what):
     """The value in the type of a key's default, or BadInput: an int may stand for a float, nothing else."""
@@ -236,10 +192,9 @@ def parse(key, text, default, where):
         if isinstance(default, bool):
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if isinstance(default, int):
-            number = float(text)                        # 1e4 is an int for an int key, 3.5 is not
-            if number != int(number):
+            if float(text) != int(float(text)):         # 1e4 is an int for an int key, 3.5 is not
                 raise ValueError
-            return int(text) if text.lstrip("+-").replace("_", "").isdigit() else int(number)
+            return int(float(text))
         if isinstance(default, float):
             number = float(text)
             if not math.isfinite(number):
@@ -263,10 +218,8 @@ def parse(key, text, default, where):
 
 def element(text):
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            pass
     return text
 
 
@@ -274,17 +227,152 @@ def val_settings(cfg):
     """[("", {})] and one (label, {key: value}) per entry of val_settings."""
     settings = [("", {})]
     for entry in cfg["val_settings"]:
-        changes = {}
-        for part in str(entry).split(";"):
-            key, _, text = part.partition("=")
-            if key not in cfg:
-                raise BadInput(f"--val_settings names {key!r}, which is not a config key")
-            changes[key] = parse(key, text, cfg[key], "--val_settings")
-        settings.append((f"{entry}/", changes))
+        pairs = [part.partition("=")[::2] for part in str(entry).split(";")]
+        for key, _ in pairs:
+            common.known("--val_settings", key, cfg)
+        settings.append((f"{entry}/", {k: parse(k, text, cfg[k], "--val_settings") for k, text in pairs}))
     return settings
 
 
-# ---- start-up ----------------------------------------------------------------------------------------------
+# ---- the run folder ----------------------------------------------------------------------------------------
+
+def output_folder(cfg):
+    root = files.place(os.environ.get("FEWSTEP_OUTPUT_ROOT", "outputs"))
+    return root / cfg["project"] / cfg["group"] / cfg["name"]
+
+
+def fingerprint(cfg, dataset):
+    """What tells this data set from another without reading it all: its size, all labels, some samples."""
+    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 16))]
+    return dict(path=cfg["data"], samples=len(dataset), **getattr(dataset, "about", {}),
+                crc=zlib.crc32(b"".join(a.tobytes() for a in [dataset.label, *some])))
+
+
+def make_folder(folder, problem, cure, subs=("",)):
+    """Create the folder and its `subs`; BadInput "problem (reason); cure" if nothing can be written there."""
+    if not isinstance(folder, Path):                    # a store has no folders to create, so it is asked
+        files.write(folder / ".writable", lambda f: f.write(b"yes"))
+        return files.remove(folder / ".writable")
+    try:
+        for sub in subs:
+            (folder / sub).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise BadInput(f"{problem} ({e.strerror}); {cure}") from None
+
+
+def check_folder(method, cfg, folder, state=None, data=None):
+    """True if there are checkpoints to continue from; BadInput if they (`state`: the newest) are not ours."""
+    if not ckpt.scan(folder / "checkpoints"):
+        return False
+    if cfg["resume"] == "":
+        raise BadInput(f"{folder} holds checkpoints, which --resume \"\" refuses; start anew with --name "
+                       f"NEW, or continue with --resume auto")
+    was, mine = state, method.path.stem
+    if was is None:
+        was = json.loads(files.read(folder / "config.json") or b"{}")
+    if was.get("method", mine) != mine:
+        raise BadInput(f"{folder} is a run of {was['method']}, not of {mine}; use --name NEW")
+    if cfg["resume"] == "force":
+        return True
+    if files.read(folder / "method.py") not in (None, method.source):
+        raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, "
+                       f"--resume force continues with the changed file")
+    if state and state["data"] | dict(path="") != data | dict(path=""):
+        raise BadInput(f"--data {cfg['data']} is not the data {folder} began with, {state['data']['path']} "
+                       f"then; --name NEW starts a new run, --resume force continues with the other data")
+    return True
+
+
+def join(cfg, world, device):
+    """(gloo group for flags, None for one process; mesh of the shards, None for replicas). The default group,
+    for tensors, is NCCL on CUDA and gloo elsewhere."""
+    gloo, limit = None, watch.group_timeout(cfg["timeout_s"])
+    if world > 1 or cfg["parallel"] == "fsdp":
+        alone = {} if "MASTER_ADDR" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        with resume.orphans_leave():
+            dist.init_process_group(timeout=limit, **alone)
+            if world > 1:
+                own = device.type == "cuda"
+                gloo = dist.new_group(backend="gloo", timeout=limit) if own else dist.group.WORLD
+    return gloo, shard.make_mesh(cfg, world, device, limit)
+
+
+def take_lock(folder, rank, gloo):
+    """One run per folder at a time. The lock is the kernel's: it ends with the process, however that ends.
+    A store has none. Two runs with one URL would write whole files each, the last one's would stay."""
+    handle = error = None
+    if rank == 0 and isinstance(folder, Path):
+        handle = open(folder / ".lock", "w")
+        for attempt in range(20):                       # a killed predecessor may still be saving
+            error = None
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                error = f"{folder} is in use by another run; wait for it, or use --name NEW"
+                time.sleep(0.5)
+            except OSError:                             # a file system without locks
+                break
+    error = from_rank0(error, gloo)
+    if error:
+        raise BadInput(error)
+    return handle
+
+
+def pin_sources(cfg, nets, inits, state):
+    """dict(sources, held): every source of init pinned to a file, and the tensors of those that the
+    checkpoint `state` does not make superfluous. BadInput where one is missing or does not fit its net."""
+    hint = "run the first stage, or give --stage1 PATH[#ENTRY]" if cfg.get("stage1") else (
+        f"make one with `torchrun train.py methods/sft.py --net {cfg['net']} --data {cfg['data']}`, or give "
+        f"--teacher PATH[#ENTRY]")
+    kept = state["sources"] if state else {}
+    sources = {s: kept.get(s) or ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
+    held = {s: ckpt.read(sources[s]) for s in fill.needed(nets, inits, state)}
+    fill.check_sources(nets, inits, held)
+    return dict(sources=sources, held=held)
+
+
+def newest(method, cfg, folder, fingerprint, rank, gloo, say):
+    """(iterations done, checkpoint) to continue from, or (0, None). Every rank calls it, after the lock is
+    taken: what a predecessor saved meanwhile counts."""
+    at = folder / "checkpoints"
+    for it in ckpt.unfinished(at) if rank == 0 else ():
+        say.warn(f"WARNING: {at}/{it:07d}.* is of a save that did not finish; it is not used")
+        if ckpt.scan(at):
+            ckpt.clear(at, [it])
+    if not from_rank0(on_rank0(lambda: check_folder(method, cfg, folder), gloo), gloo):
+        return 0, None
+    start, state = ckpt.newest(at, say.warn, gloo)
+    if start is None:
+        raise BadInput(f"no checkpoint in {folder} can be read; remove them to start anew, or use --name NEW")
+    on_rank0(lambda: check_folder(method, cfg, folder, state, fingerprint), gloo)
+    return start, state
+
+
+def post_step(nets):
+    for net in nets:
+        if hasattr(net, "post_step"):
+            net.post_step()
+
+
+def fill_nets(cfg, plan, averages, held, state, mesh):
+    """Shards and fills plan.nets, from the sources' tensors `held` and the checkpoint `state`; -> {name: net}
+    of `averages`, as the checkpoint has them, else equal to the student."""
+    nets, device = plan.nets, plan.device
+    models = {name: copy.deepcopy(net) for name, net in nets.items()}           # stay on the meta device
+    emas = {name: copy.deepcopy(nets["student"]).requires_grad_(False).eval() for name in averages}
+    for net in [*nets.values(), *emas.values()]:
+        shard.wrap(net, cfg, mesh, device)
+    fill.fill(nets, models, plan.inits, held, state, plan.trainable, cfg, device)
+    if state is None:
+        post_step(nets.values())
+    for name, ema in emas.items():
+        fill.copy_net(nets["student"], ema)
+        if state and name in state["emas"]:
+            fill.take_all(ema, state["emas"][name], device)
+    return emas
+
 
 def open_folder(method, cfg, folder, sources, state, start, say):
     """config.json, method.py; on resume name what differs. Log lines and pictures past the checkpoint go."""
@@ -293,41 +381,15 @@ def open_folder(method, cfg, folder, sources, state, start, say):
     left = folder.rglob(".*.tmp") if isinstance(folder, Path) else ()       # by a killed save
     for file in [*left, *late]:
         files.remove(file)
-    if state:
-        for key, value in cfg.items():
-            if state["config"].get(key, value) != value:
-                say(f"config differs from the checkpoint: {key} was {state['config'][key]!r}, now {value!r}",
-                    "warning")
+    for key, was in state["config"].items() if state else ():
+        if cfg.get(key, was) != was:
+            say.warn(f"config differs from the checkpoint: {key} was {was!r}, now {cfg[key]!r}")
     text = json.dumps(dict(cfg) | dict(method=method.path.stem, sources=sources), indent=1)
     files.write(folder / "config.json", lambda f: f.write(f"{text}\n".encode()))
     files.write(folder / "method.py", lambda f: f.write(method.source))
-    metrics, lines = folder / "metrics.jsonl", []
-    for line in (files.read(metrics) or b"").decode(errors="replace").splitlines():
+    lines = []
+    for line in (files.read(folder / "metrics.jsonl") or b"").decode().splitlines() if state else ():
         with contextlib.suppress(ValueError):           # a killed run may leave half a line
             if json.loads(line)["it"] <= start:
                 lines.append(line + "\n")
-    files.write(metrics, lambda f: f.write("".join(lines if state else []).encode()))
-
-
-def take_lock(folder, rank, gloo):
-    """One run per folder at a time. The lock is the kernel's: it ends with the process, however that ends.
-    A store has none. Two runs with one URL would write whole files each, the last one's would stay."""
-    none = rank or not isinstance(folder, Path)
-    try:
-        handle, error = open(os.devnull if none else folder / ".lock", "w"), None
-    except OSError as e:                                # of another user
-        none, error = True, f"could not open {folder}/.lock ({e.strerror}); use --name NEW"
-    for attempt in range(0 if none else 20):            # a killed predecessor may still be saving
-        error = None
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            error = f"{folder} is in use by another run; wait for it, or use --name NEW"
-            time.sleep(0.5)
-        except OSError:                                 # a file system without locks
-            break
-    error = from_rank0(error, gloo)
-    if error:
-        raise BadInput(error)
-    return handle
+    files.write(folder / "metrics.jsonl", lambda f: f.write("".join(lines).encode()))

@@ -12,15 +12,11 @@ import resume
 if __name__ == "__main__":
     resume.install()                # before torch is imported: a signal must not kill a run that is starting
 
-import ast
 import difflib
-import io
 import os
 import re
-import signal
 import sys
 import time
-import tokenize
 from pathlib import Path
 from types import ModuleType
 
@@ -39,66 +35,53 @@ def load_method(path):
     path = Path(path)
     try:
         source = path.read_bytes()          # once: what runs is what method.py of the run folder keeps
+        code = compile(source, str(path), "exec")
     except OSError as e:
         known = ", ".join(os.path.relpath(p) for p in sorted((trainer.ROOT / "methods").glob("*.py")))
         problem = "does not exist" if isinstance(e, FileNotFoundError) else f"cannot be read ({e.strerror})"
         raise BadInput(f"method file {path} {problem}; there are {known}") from None
-    method = ModuleType(path.stem)
-    method.__file__, method.source = str(path.resolve()), source
-    try:
-        exec(compile(source, str(path), "exec"), vars(method))
     except SyntaxError as e:
         raise BadInput(f"{path} line {e.lineno}: {e.msg}") from None
-    except SystemExit:
-        raise BadInput(f"{path} calls sys.exit(); a method file is imported, it must not") from None
+    method = ModuleType(path.stem)
+    method.__file__, method.source, method.path = str(path.resolve()), source, path.resolve()
+    method.phase = lambda it, cfg: "student"
+    exec(code, vars(method))
     lacking = [n for n in REQUIRED if not hasattr(method, n)]
     if lacking:
         raise BadInput(f"{path} lacks {', '.join(lacking)}; a method file has {', '.join(REQUIRED)} "
                        f"(and presets, phase where needed), see methods/sft.py")
-    if not all(isinstance(d, dict) for d in (method.config, *getattr(method, "presets", {"": {}}).values())):
-        raise BadInput(f"{path}: config and each of the presets must be a dict(key=value, ...)")
-    method.path = path.resolve()
-    if not hasattr(method, "phase"):
-        method.phase = lambda it, cfg: "student"
     return method
-
-
-def unknown(key, keys, where):
-    near = difflib.get_close_matches(key, [*keys, *OPTIONS], n=1, cutoff=0.5)
-    hint = f"did you mean --{near[0]}?" if near else "--help lists them"
-    raise BadInput(f"--{key} is not a config key of {where}; {hint}")
 
 
 def resolve(method, argv):
     """(config, {key: value before} of what preset and command line set, {option: value}). Raises BadInput."""
     where = os.path.relpath(method.path) if method.path.is_relative_to(Path.cwd()) else str(method.path)
-    cfg = trainer.defaults | dict(method.config)
-    for key, value in cfg.items():
+    cfg, given, options = dict(trainer.defaults), {}, {}
+
+    def check(key, keys, where):
+        if key not in keys:
+            near = difflib.get_close_matches(key, [*keys, *OPTIONS], n=1, cutoff=0.5)
+            hint = f"did you mean --{near[0]}?" if near else "--help lists them"
+            raise BadInput(f"--{key} is not a config key of {where}; {hint}")
+
+    for key, value in method.config.items():
         if not isinstance(value, (int, float, str, tuple)):
             raise BadInput(f"{where}: config[{key!r}] is a {type(value).__name__}; use int, float, bool, "
                            f"str, tuple")
-        if key in OPTIONS:
-            raise BadInput(f"{where}: --{key} is an option of train.py; give the config key another name")
-        cfg[key] = like(trainer.defaults.get(key, value), value,
-                        f"{where}: config has {key} = {value!r}, which")
-    base, given, options = dict(cfg), {}, {}
-    args = ["--help" if a == "-h" else a for a in argv]
+        cfg[key] = like(cfg.get(key, value), value, f"{where}: config has {key} = {value!r}, which")
+    base, args = dict(cfg), list(argv)
     while args:
         arg = args.pop(0)
         if not arg.startswith("--"):
             raise BadInput(f"{arg!r} is not an option; write --key value")
         key, equals, text = arg[2:].partition("=")
-        if key in ("help", "dry_run"):
-            if equals:
-                raise BadInput(f"--{key} takes no value; write --{key} alone, or leave it out")
+        if key in ("help", "dry_run") and not equals:
             options[key] = True
             continue
-        if key not in cfg and key != "preset":
-            unknown(key, cfg, where)
-        if not equals:
-            if not args or args[0].startswith("--"):
-                raise BadInput(f"--{key} needs a value; write one that starts with -- as --{key}=VALUE")
-            text = args.pop(0)
+        check(key, [*cfg, "preset"], where)
+        if not equals and (not args or args[0].startswith("--")):
+            raise BadInput(f"--{key} needs a value; write one that starts with -- as --{key}=VALUE")
+        text = text if equals else args.pop(0)
         if key in given or key in options:
             raise BadInput(f"--{key} is given twice; keep one")
         if key == "preset":
@@ -112,8 +95,7 @@ def resolve(method, argv):
         if name not in presets:
             raise BadInput(f"{where} has no preset {name!r}; it has {', '.join(sorted(presets)) or 'none'}")
         for key, value in presets[name].items():
-            if key not in cfg:
-                unknown(key, cfg, f"{where} (preset {name})")
+            check(key, cfg, f"{where} (preset {name})")
             cfg[key] = like(cfg[key], value, f"{where}: preset {name} has {key} = {value!r}, which")
     cfg |= given
     data = Path(os.path.abspath(cfg["data"])).name or "root"        # of "." and ".." too
@@ -123,31 +105,25 @@ def resolve(method, argv):
 
 
 def comments(source, name):
-    """{key: comment} of `name = dict(key=value,  # comment ...)` in the bytes of a source file."""
-    lines = {}
-    for token in tokenize.tokenize(io.BytesIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            lines[token.start[0]] = token.string.lstrip("# ")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
-            ends = [k.value.end_lineno for k in node.value.keywords] + [node.end_lineno]
-            following = [k.value.lineno for k in node.value.keywords[1:]] + [node.end_lineno]
-            return {k.arg: " ".join(lines[n] for n in range(end, max(end + 1, nxt)) if n in lines)
-                    for k, end, nxt in zip(node.value.keywords, ends, following)}
-    return {}
+    """{key: comment of its line} of `name = dict(` ... `)` in the bytes of a source file."""
+    found = {}
+    block = re.search(rf"^{name} *= dict\(\n(.*?)^\)", source.decode(), re.M | re.S)
+    for line in block[1].splitlines() if block else ():
+        code, _, comment = line.partition("  # ")
+        found |= dict.fromkeys(re.findall(r"(\w+)=", code), comment)
+    return found
 
 
 def show_help(method, cfg):
     print(f"{(method.__doc__ or '').strip()}\n\nOptions: --help, --dry_run, --preset NAME\n")
-    own = comments(method.source, "config")
     trainers = comments(Path(trainer.__file__).read_bytes(), "defaults")
-    own = {k: own.get(k) or trainers.get(k, "") for k in method.config}
-    rest = {k: comment for k, comment in trainers.items() if k not in own}
-    for title, group in (("this method", own), ("the trainer", rest)):
+    own = comments(method.source, "config")
+    others = [key for key in trainer.defaults if key not in method.config]
+    for title, keys in ("this method", method.config), ("the trainer", others):
         print(f"Config of {title}:")
-        for key, comment in group.items():
+        for key in keys:
             value = cfg[key] if cfg[key] not in ("", ()) else '""'
-            print(f"  --{key:<16} {value!s:<24} {comment}")
+            print(f"  --{key:<16} {value!s:<24} {own.get(key) or trainers.get(key, '')}")
 
 
 def quit_with(sentence):
@@ -165,19 +141,16 @@ def main(argv):
     if not argv or argv in (["--help"], ["-h"]):
         print(__doc__)
         sys.exit(0 if argv else 2)
-    options = {}
+    method = load_method(argv[0])
+    cfg, changed, options = resolve(method, argv[1:])
+    if "help" in options:
+        return show_help(method, cfg)
     try:
-        if argv[0].startswith("-"):
-            raise BadInput(f"{argv[0]} is no method file; write train.py methods/NAME.py {argv[0]} ...")
-        method = load_method(argv[0])
-        cfg, changed, options = resolve(method, argv[1:])
-        if "help" in options:
-            return show_help(method, cfg)
         trainer.train(method, cfg, changed, dry_run="dry_run" in options)
-    except BadInput as e:
+    except BadInput:
         if "dry_run" in options and os.environ.get("RANK", "0") == "0":     # what a preset sets, even so
             print("\n".join(logs.config_lines(cfg, changed)), flush=True)
-        quit_with(e)
+        raise
 
 
 def run(main):
@@ -191,6 +164,4 @@ def run(main):
 
 
 if __name__ == "__main__":
-    if {"-h", "--help", "--dry_run"} & {*sys.argv}:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)   # | head may leave; a run goes on without its reader
     run(main)

@@ -15,9 +15,6 @@ uncond {}, id (B,)); an iteration computes the same on W ranks x A micro-steps a
 as `build` left them.
 """
 import contextlib
-import copy
-import os
-import shlex
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,141 +98,66 @@ def train(method, cfg, changed=(), dry_run=False):
     input raises BadInput before the process group starts."""
     # ---- everything that can be wrong with the input
     rank, world, local = startup.ranks()
-    startup.check(cfg, world, defaults)
-    watch.profile_window(cfg)
-    watch.deterministic(cfg["deterministic"])
-    device = startup.pick_device(cfg, local)
-    dataset = data.load(cfg)
-    if cfg["classes"] < 0:
-        cfg["classes"] = dataset.classes
-    with torch.device("meta"):
-        nets = startup.call(method, "build", cfg)
-    startup.check_nets(method, cfg, nets)
-    shape = tuple(nets["student"].x_shape)
-    val_set = data.load(cfg, split="val") if cfg["val_every"] else dataset
-    for key, some in ("data", dataset), ("val_data", val_set):
-        if shape != tuple(some.shape):
-            raise BadInput(f"--{key} {cfg[key]} has samples of shape {tuple(some.shape)}, --net {cfg['net']} "
-                           f"takes {shape}; choose a net of that shape")
-        for _, changes in startup.val_settings(cfg) if hasattr(method, "check") else ():
-            method.check(some, nets, cfg | changes)
-    trainable = {n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in nets.items()}
-    inits, turns = startup.check_method(method, cfg, nets, trainable)
-    startup.check_settings(method, cfg, nets, world, defaults)
-    folder = startup.output_folder(cfg)
+    plan = startup.plan(method, cfg, world, local, defaults)
+    device, nets, trainable, folder = plan.device, plan.nets, plan.trainable, plan.folder
     found = startup.check_folder(method, cfg, folder)
-    fingerprint = startup.fingerprint(cfg, dataset)
-    hint = (f"make one with `torchrun train.py methods/sft.py --net {cfg['net']} --data {cfg['data']}`, or "
-            f"give --teacher PATH[#ENTRY]") if not cfg.get("stage1") else (
-            "run the first stage, or give --stage1 PATH[#ENTRY]")
-
-    def pinned(state):
-        """Rank 0 finds the sources of weights and opens those that `state` does not make superfluous."""
-        kept = state["sources"] if state else {}
-        sources = {s: kept.get(s) or ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
-        held = {s: ckpt.read(sources[s]) for s in fill.needed(nets, inits, state)}
-        fill.check_sources(nets, inits, held)
-        return dict(sources=sources, held=held)
-
-    pins = None if found or rank else pinned(None)
+    pins = None if found or rank else startup.pin_sources(cfg, nets, plan.inits, None)
     if dry_run:
-        return logs.show_plan(method, cfg, changed, nets, trainable, world, folder)
+        return print(logs.plan(cfg, changed, nets, trainable, world, folder))
     startup.make_folder(folder, f"output folder {folder} is not writable",
                         "set FEWSTEP_OUTPUT_ROOT to one that is", ("checkpoints", "samples"))
 
-    # ---- process group: gloo for flags, the default back-end (NCCL on CUDA) for tensors
-    gloo, limit = None, watch.group_timeout(cfg["timeout_s"])
+    # ---- process group, the folder's lock, the checkpoint to continue from
     watchdog = watch.Watchdog(cfg["timeout_s"], rank, world)
     watchdog.mark(0, "", "joining the other ranks")
-    if world > 1 or cfg["parallel"] == "fsdp":
-        alone = {} if "MASTER_ADDR" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        with resume.orphans_leave():
-            dist.init_process_group(timeout=limit, **alone)
-            if world > 1:
-                gloo = (dist.new_group(backend="gloo", timeout=limit) if device.type == "cuda"
-                        else dist.group.WORLD)
-    mesh = shard.make_mesh(cfg, world, device, limit)
+    gloo, mesh = startup.join(cfg, world, device)
     say = logs.Printer(cfg["log_level"], rank, cfg["max_iter"])
-    lock = startup.take_lock(folder, rank, gloo)                # held until this process ends
-    start, state, warn = 0, None, lambda text: say(text, "warning")                               # noqa: E731
-    for it in ckpt.unfinished(folder / "checkpoints") if rank == 0 else ():
-        warn(f"WARNING: {folder}/checkpoints/{it:07d}.* is of a save that did not finish; it is not used")
-        if ckpt.scan(folder / "checkpoints"):
-            ckpt.clear(folder / "checkpoints", [it])
-    if from_rank0(on_rank0(lambda: startup.check_folder(method, cfg, folder), gloo), gloo):   # may be new
-        start, state = ckpt.newest(folder / "checkpoints", warn, gloo)
-        if start is None:
-            raise BadInput(f"no checkpoint in {folder} can be read; remove them to start anew, or use "
-                           f"--name NEW")
-        on_rank0(lambda: startup.check_folder(method, cfg, folder, state, fingerprint), gloo)
-    if from_rank0(bool(state) or found, gloo):
-        pins = on_rank0(lambda: pinned(state), gloo)
+    lock = startup.take_lock(folder, rank, gloo)        # held until this process ends
+    start, state = startup.newest(method, cfg, folder, plan.fingerprint, rank, gloo, say)
+    if state or from_rank0(found, gloo):
+        pins = on_rank0(lambda: startup.pin_sources(cfg, nets, plan.inits, state), gloo)
     sources, held = ckpt.shared(pins, gloo).values()
-    if start >= cfg["max_iter"] or 0 < cfg["stop_at"] <= start:
-        key = "max_iter" if start >= cfg["max_iter"] else "stop_at"
-        say(f"nothing to do: {folder} has done {start} iterations and {key} is {cfg[key]}", "warning")
-        return close(gloo)
     last = min(cfg["stop_at"] or cfg["max_iter"], cfg["max_iter"])
+    if start >= last:
+        say.warn(f"nothing to do: {folder} has done {start} iterations, {last} are asked for")
+        return close(gloo)
     watchdog.mark(start, "", "start-up")
 
-    # ---- nets and EMAs: copies, shards, weights
-    ema_specs = {e: common.parse_ema(e) for e in cfg["ema"]}
-    models = {name: copy.deepcopy(net) for name, net in nets.items()}          # stay on the meta device
-    emas = {spec[0]: copy.deepcopy(nets["student"]).requires_grad_(False).eval()
-            for spec in ema_specs.values()}
-    for net in [*nets.values(), *emas.values()]:
-        shard.wrap(net, cfg, mesh, device)
-    fill.fill(nets, models, inits, held, state, trainable, cfg, device)
-    if state is None:
-        post_step(nets.values())
-    for name, ema in emas.items():
-        fill.copy_net(nets["student"], ema)
-        if state and name in state["emas"]:
-            fill.check(models["student"].state_dict(), state["emas"][name], f"{name} (checkpoint)",
-                       keys=fill.saved_keys(models["student"], trainable["student"]))
-            fill.take_all(ema, state["emas"][name], device)
-    del models, held, pins
+    # ---- nets and averages: copies, shards, weights
+    averages = {common.parse_ema(entry)[0]: entry for entry in cfg["ema"]}
+    emas = startup.fill_nets(cfg, plan, averages, held, state, mesh)
+    ema_tensors = {name: averaged(ema, nets["student"], trainable["student"]) for name, ema in emas.items()}
+    del held, pins
 
     # ---- optimizers
     opts = method.optimizers(nets, cfg)
-    owned = {phase: [p for g in opt.param_groups for p in g["params"]] for phase, opt in opts.items()}
     names = {p: f"{n}.{k}" for n, net in nets.items() for k, p in net.named_parameters()}
-    phase_nets = {phase: [net for n, net in nets.items() if any(names[p].startswith(n + ".") for p in params)]
-                  for phase, params in owned.items()}
+    owned = {phase: [p for g in opt.param_groups for p in g["params"]] for phase, opt in opts.items()}
+    owners = {phase: sorted({names[p].split(".")[0] for p in params}) for phase, params in owned.items()}
     for opt in opts.values():
         shard.split_groups(opt)
         for group in opt.param_groups:
             group["initial_lr"] = group["lr"]
-    ema_tensors = {name: averaged(ema, nets["student"], trainable["student"]) for name, ema in emas.items()}
     scaler = torch.amp.GradScaler(device.type, enabled=cfg["amp"] == "fp16", init_scale=2.0 ** 16)
-    counts, skipped = ({phase: 0 for phase in opts} for _ in range(2))
+    counts, skipped = ({phase: state[key].get(phase, 0) if state else 0 for phase in opts}
+                       for key in ("counts", "skipped"))
     if state:
         fill.take_moments(opts, names, state["optims"], device)
-        for ours, kept in (counts, state["counts"]), (skipped, state["skipped"] or {}):
-            ours |= {k: v for k, v in kept.items() if k in ours}
         if state["scaler"] and scaler.is_enabled():
             scaler.load_state_dict(state["scaler"])
-    autocast = lambda: torch.autocast(  # noqa: E731
-        device.type, shard.DTYPES.get(cfg["amp"]), enabled=bool(cfg["amp"]))
-    torch.set_float32_matmul_precision("high" if cfg["tf32"] else "highest")
-    torch.backends.cudnn.allow_tf32 = cfg["tf32"]
 
-    # ---- run folder and loggers
+    # ---- run folder, logs, data
     if rank == 0:
         startup.open_folder(method, cfg, folder, sources, state, start, say)
-    say(logs.describe(cfg, nets, trainable, opts, names, turns, world, device, start, changed))
-    if rank == 0:
-        say(logs.data_line(cfg, dataset, nets["student"]))
-    if resume.scheduler.resume_details():
-        say(resume.scheduler.resume_details())
-    wandb = logs.start_wandb(cfg, folder, say) if rank == 0 else None
-    record = logs.Recorder(folder, wandb, rank, gloo, say)
+    say(logs.describe(cfg, nets, trainable, opts, names, plan, world, start, changed))
+    record = logs.Recorder(folder, logs.start_wandb(cfg, folder, say) if rank == 0 else None, rank, gloo, say)
     meter = logs.Meter(gloo)
-    loader = data.Loader(dataset, cfg, start, rank, world, cfg["accum"], cfg["seed"])
+    loader = data.Loader(plan.dataset, cfg, start, rank, world, cfg["accum"], cfg["seed"])
     anomaly = watch.Anomaly(nets if cfg["anomaly"] else {})
     profile = watch.Profile(cfg, folder, rank, device, say)
-    calls = watch_calls(nets) if cfg["debug_calls"] and world > 1 else None
-    saver = ckpt.Saver(folder / "checkpoints", cfg["keep_last"], cfg["async_save"], rank, gloo, mesh, warn)
+    calls = watch_calls(nets) if cfg["debug_calls"] else []
+    saver = ckpt.Saver(folder / "checkpoints", cfg["keep_last"], cfg["async_save"], rank, gloo, mesh,
+                       say.warn)
     saved, state = (start if state else -1), None       # frees what a resume has read
 
     def stopping():
@@ -249,7 +171,7 @@ def train(method, cfg, changed=(), dry_run=False):
         """What a resume cannot recompute; of sharded tensors this rank's rows."""
         return dict(
             format=ckpt.FORMAT, it=done, method=method.path.stem, config=dict(cfg), counts=dict(counts),
-            skipped=dict(skipped), sources=sources, data=fingerprint, scaler=scaler.state_dict(),
+            skipped=dict(skipped), sources=sources, data=plan.fingerprint, scaler=scaler.state_dict(),
             nets={n: fill.saved_state(n, net, trainable[n])
                   for n, net in nets.items() if trainable[n] or not list(net.parameters())},
             emas={n: fill.saved_state(n, ema, trainable["student"]) for n, ema in emas.items()},
@@ -261,8 +183,7 @@ def train(method, cfg, changed=(), dry_run=False):
         watchdog.mark(done, "", "saving a checkpoint")
         if saved != done:
             for name in fill.uneven_buffers(nets, gloo) if world > 1 else ():
-                warn(f"WARNING: buffer {name} is not the same on every rank, only rank 0's is kept; average "
-                     f"what it is made of with common.all_mean")
+                say.warn(f"WARNING: buffer {name} is not the same on every rank; see common.all_mean")
             saved = done                                # tried once, on a full disk too
             saver.save(done, lambda: content(done), wait)
         elif wait:
@@ -270,12 +191,11 @@ def train(method, cfg, changed=(), dry_run=False):
 
     def look(done, at_start=False):
         """Validation and sample grid where due (at the start: those an interrupted run still owes)."""
+        due = lambda every: every and (done % every == 0 or done == cfg["max_iter"])            # noqa: E731
         watchdog.mark(done, "", "validation")
-        due = lambda every: every and (done % every == 0 or done == cfg["max_iter"])         # noqa: E731
         if due(cfg["val_every"]) and not (at_start and record.has(done, "val/")):
-            with judge.judging(nets.values()):
-                values = judge.validate(method, nets, cfg, val_set, done, rank, world, gloo, device, autocast,
-                                        lambda: watchdog.mark(done, "", "validation") or stopping())
+            values = judge.validate(method, nets, cfg, plan.val_set, done, rank, world, gloo, device,
+                                    lambda: watchdog.mark(done, "", "validation") or stopping())
             if values is None:
                 return
             record(done, values)
@@ -284,32 +204,27 @@ def train(method, cfg, changed=(), dry_run=False):
         grid = folder / "samples" / f"{done:07d}.png"
         if due(cfg["sample_every"]) and not (at_start and from_rank0(rank == 0 and files.exists(grid), gloo)):
             net = next(iter(emas.values()), nets["student"])
-            with judge.judging([net]), autocast():
-                x0, columns = judge.draw_grid(method, net, cfg, device, rank, world, gloo)
+            x0, columns = judge.draw_grid(method, net, cfg, device, rank, world, gloo)
             if not cfg["reshard"]:
                 shard.reshard([net, *nets.values()])
-            try:
-                if rank == 0:
-                    logs.save_grid(encoders.decode(x0, cfg), grid, columns)
-                if wandb:
-                    wandb.picture(grid, done)
-            except BadInput as e:                       # a picture is not worth a run
-                say(f"WARNING: {e}", "warning")
+            if rank == 0:
+                record.picture(done, encoders.decode(x0, cfg), grid, columns)
 
     # ---- the loop
     look(start, at_start=True)
-    done, clock, busy, previous = start, 0.0, 0.0, None
+    done, previous = start, None
     if stopping():
         checkpoint(start, wait=True)
     try:
         while done < last and not stopping():
             it, began = done, time.perf_counter()
             phase = method.phase(it, cfg)
-            opt, params, own = opts[phase], owned[phase], []
+            opt, params, losses = opts[phase], owned[phase], []
+            of = "" if phase == "student" else f"_{phase}"
             profile.begin(it, phase)
             if phase != previous:
-                for other, ps in owned.items():
-                    for p in ps:
+                for other, theirs in owned.items():
+                    for p in theirs:
                         p.requires_grad_(other == phase)
                 shard.settle(nets.values())
                 previous = phase
@@ -317,72 +232,55 @@ def train(method, cfg, changed=(), dry_run=False):
                 watchdog.mark(it, phase, "waiting for data")
                 waited = time.perf_counter()
                 raw = next(loader)
-                meter.add("data_ms", (time.perf_counter() - waited) * 1e3 * cfg["accum"])
+                meter.add(dict(data_ms=(time.perf_counter() - waited) * 1e3 * cfg["accum"]))
                 common.seed_default(common.hash_seed(cfg["seed"], it, micro * world + rank))
                 batch = encoders.encode(raw, cfg, device)
                 watchdog.mark(it, phase, "step")
                 anomaly.start(first=micro == 0)
-                with autocast():
-                    loss, parts = startup.call(method, "step", nets, batch, it, cfg)
-                if not (torch.is_tensor(loss) and loss.requires_grad):
-                    raise BadInput(f"{method.path}: step() at it {it} (phase {phase!r}) returned a loss that "
-                                   f"depends on no parameter of that optimizer; is something under no_grad?")
+                loss, parts = startup.call(method, nets, batch, it, cfg)
                 watchdog.mark(it, phase, "backward")
                 scaler.scale(loss / cfg["accum"]).backward()
                 anomaly.stop()
-                own.append(watch.detached(loss, parts))
-                suffix = "" if phase == "student" else f"_{phase}"
-                meter.add(f"loss{suffix}", loss)
-                for key, value in parts.items():
-                    meter.add(key, value)
-                if calls is not None:
+                losses.append(watch.detached(loss, parts))
+                meter.add({f"loss{of}": loss} | parts)
+                if cfg["debug_calls"]:
                     compare_calls(calls, it, gloo)
             if not cfg["reshard"]:
                 shard.reshard(nets.values())
             watchdog.mark(it, phase, "waiting for the other ranks")
             average_gradients(params, world)
-            grads = [p.grad for p in params if p.grad is not None]
-            norm = clip(grads, cfg["clip"], scaler, mesh, device)       # the iteration's one device sync
+            norm = clip(params, cfg["clip"], scaler, mesh, device)      # the iteration's one device sync
             watchdog.mark(it, phase, "update")
             if norm < float("inf"):
-                factor = common.lr_factor(cfg["lr_schedule"], counts[phase], cfg["warmup"], turns[phase])
+                factor = common.lr_factor(cfg["lr_schedule"], counts[phase], cfg["warmup"], plan.turns[phase])
                 for group in opt.param_groups:
                     group["lr"] = group["initial_lr"] * factor
                 done = None                             # till EMAs have moved, the weights are no iteration's
                 opt.step()
                 counts[phase], skipped[phase] = counts[phase] + 1, 0
-                post_step(phase_nets[phase])
-                if phase == "student":
-                    for e, (name, *_) in ema_specs.items():
-                        update_ema(ema_tensors[name], common.ema_beta(e, counts[phase], cfg["batch_size"]))
-                meter.add(f"norm{suffix}", norm)
-                meter.add(f"lr{suffix}", opt.param_groups[0]["lr"])
+                startup.post_step(nets[name] for name in owners[phase])
+                for name, entry in averages.items() if phase == "student" else ():
+                    update_ema(ema_tensors[name], common.ema_beta(entry, counts[phase], cfg["batch_size"]))
+                meter.add({f"norm{of}": norm, f"lr{of}": opt.param_groups[0]["lr"]})
             else:                                       # what is not finite never reaches the weights
                 skipped[phase] += 1
-                meter.add("skipped", 1.0, total=True)
-                why = watch.blame(own, gloo, anomaly.found)
+                meter.add(dict(skipped=1.0))
+                why = watch.blame(losses, gloo, anomaly.found)
                 if skipped[phase] == 1:
-                    say(f"update left out at it {it}, phase {phase!r}: the gradient was not finite ({why})",
-                        "warning")
+                    say.warn(f"update left out at it {it}, phase {phase!r}: the gradient was not finite "
+                             f"({why})")
             scaler.update()
             opt.zero_grad(set_to_none=True)
             done = it + 1
             if 0 < cfg["max_skipped"] <= skipped[phase]:
                 checkpoint(done, wait=True)
                 raise BadInput(f"the gradient was not finite {skipped[phase]} times in a row, last at it "
-                               f"{it}, phase {phase!r} ({why}); --amp \"\" runs in float32, a lower "
-                               f"--lr or --clip may help")
-            spent = time.perf_counter() - began
-            busy, clock = busy + spent, clock + spent
+                               f"{it}, phase {phase!r} ({why}); --amp \"\" runs in float32, a lower --lr or "
+                               f"--clip may help")
+            meter.add(dict(ms_per_it=(time.perf_counter() - began) * 1e3))
             profile.end()
-
             if cfg["log_every"] and (done % cfg["log_every"] == 0 or done == last):
-                n = min(done % cfg["log_every"] or cfg["log_every"], done - start)
-                values = meter.flush() | dict(
-                    ms_per_it=busy / n * 1e3, img_per_s=n * cfg["batch_size"] / busy,
-                    mem_gb=logs.memory_gb(device), eta_s=(last - done) * clock / (done - start),
-                    **watch.device_values(device))
-                busy = 0.0
+                values = logs.with_rates(meter.flush(), cfg["batch_size"], last - done, device)
                 if scaler.is_enabled():
                     values["scale"] = scaler.get_scale()
                 record(done, values)
@@ -390,40 +288,28 @@ def train(method, cfg, changed=(), dry_run=False):
             say.progress(done)
             if done == last or (cfg["save_every"] and done % cfg["save_every"] == 0):
                 checkpoint(done)
-            look(done)                                   # after the save: what fails here costs nothing
+            look(done)                                  # after the save: what fails here costs nothing
     except Exception:                                   # nothing collective here: the others may have left
         saver.wait()
         if rank == 0 and mesh is None and done not in (None, saved, start):     # a first one gained nothing
             with contextlib.suppress(BadInput):         # the first sentence is the one that counts
                 saver.alone(done, content(done))
-                say(f"{done} iterations are in {ckpt.path(folder / 'checkpoints', done)}", "warning")
+                say.warn(f"{done} iterations are in {ckpt.path(folder / 'checkpoints', done)}")
         raise
     finally:
         profile.close()
 
     # ---- the end: finished, stopped by --stop_at, or asked to leave
-    preempted = done < last
     checkpoint(done, wait=True)
     loader.close()
-    file = ckpt.path(folder / "checkpoints", done)
-    if preempted:
-        say(f"asked to stop: {done} iterations are in {file}; the same command continues there", "warning")
-        if rank == 0:
-            resume.scheduler.request_resume()
-    elif done < cfg["max_iter"]:
-        say(f"stopped at --stop_at {cfg['stop_at']}: {file}", "warning")
-    else:
-        grid = folder / "samples" / f"{done:07d}.png"
-        for phase in [p for p in opts if not counts[p]]:
-            say(f"WARNING: no update of phase {phase!r} was applied", "warning")
-        say(f"done: {file}\nsamples: {grid if cfg['sample_every'] else 'none'}", "warning")
-        if fingerprint.get("pairs_of", cfg["data"]) == "digits":
-            say(f"score it: python evaluate.py {shlex.quote(str(folder))}", "warning")
+    say.warn(logs.ending(cfg, plan, done, last))
+    if done < last and rank == 0:
+        resume.scheduler.request_resume()
     watchdog.mark(done, "", "leaving")
     say.progress(None)
-    if wandb:
-        wandb.finish()
-    lock.close()
+    record.close()
+    if lock:
+        lock.close()
     close(gloo)
     watchdog.stop()
 
@@ -433,32 +319,28 @@ def train(method, cfg, changed=(), dry_run=False):
 def average_gradients(params, world):
     """Mean over the ranks, in place, of what is not sharded (FSDP2 has averaged that). A parameter without
     gradient on every rank keeps None (AdamW would decay it); one without on some counts as zero there. Which
-    have one travels with the gradients, and is read only where one is missing.
-    Matches one process on the whole batch to rounding."""
+    have one travels with the gradients, and is read only where one is missing."""
     params = [p for p in params if not shard.sharded(p)]
     if world == 1 or not params:
         return
     missing = [i for i, p in enumerate(params) if p.grad is None]
     has = torch.ones(len(params), device=params[0].device)
-    by_dtype = {has.dtype: [has]}
     for i in missing:
         params[i].grad, has[i] = torch.zeros_like(params[i]), 0.0
-    for p in params:
-        by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
-    for grads in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        dist.all_reduce(flat)
-        flat /= world
-        torch._foreach_copy_(grads, [f.view_as(g) for f, g in
-                                     zip(flat.split([g.numel() for g in grads]), grads)])
+    parts = [has, *(p.grad for p in params)]
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    dist.all_reduce(flat)
+    means = flat.div_(world).split([part.numel() for part in parts])
+    torch._foreach_copy_(parts, [mean.view_as(part) for mean, part in zip(means, parts)])
     for i, share in zip(missing, has[missing].tolist() if missing else ()):
         if not share:
             params[i].grad = None
 
 
-def clip(grads, limit, scaler, mesh, device):
-    """Global norm as a float. Takes the loss scale out of the gradients, in place, and scales them to `limit`
-    (0 = never) if the norm is finite and above. The scaler judges by the norm, alike on all ranks."""
+def clip(params, limit, scaler, mesh, device):
+    """Global norm of the gradients as a float. Takes the loss scale out of them, in place, and scales them to
+    `limit` (0 = never) if it is finite and above. The scaler judges by the norm, alike on all ranks."""
+    grads = [p.grad for p in params if p.grad is not None]
     scaled, factor = shard.norm(grads, mesh, device), 1.0
     if scaler.is_enabled():
         judge = torch.zeros((), device=device)
@@ -492,12 +374,6 @@ def update_ema(tensors, beta):
         torch._foreach_copy_(ema_buffers, net_buffers)
 
 
-def post_step(nets):
-    for net in nets:
-        if hasattr(net, "post_step"):
-            net.post_step()
-
-
 def watch_calls(nets):
     """A list that grows by a net's name whenever one is called."""
     calls = []
@@ -511,11 +387,8 @@ def compare_calls(calls, it, gloo):
     calls.clear()
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            n = next((i for i, (a, b) in enumerate(zip(everyone[0], other)) if a != b),
-                     min(len(everyone[0]), len(other)))
-            raise BadInput(f"at it {it} rank {rank} calls nets in another order than rank 0, from call {n}: "
-                           f"{other[n:n + 3]} against {everyone[0][n:n + 3]}; draw what decides it from "
-                           f"common.shared_generator(seed, it)")
+            raise BadInput(f"at it {it} rank {rank} calls nets in another order than rank 0: {other} against "
+                           f"{everyone[0]}; draw what decides it from common.shared_generator(seed, it)")
 
 
 def close(gloo):

@@ -59,6 +59,13 @@ def setup(name, /, **changes):
     method = load(name)
     return method, config(method, **changes)
 
+def stepping(name, after):
+    """A method whose step(nets, batch, it, cfg) returns after(what it did return, nets, it)."""
+    method = load(name)
+    step = method.step
+    method.step = lambda nets, batch, it, cfg: after(step(nets, batch, it, cfg), nets, it)
+    return method
+
 def teacher(spec):
     """A file with weights of a toy net, always the same."""
     file = Path(os.environ["FEWSTEP_OUTPUT_ROOT"], "teachers", f"{spec}.pth")

@@ -17,18 +17,13 @@ import common
 import logs
 import run
 import trainer
-from run import assert_alike, config, differing, load, refused, saved, setup, spy
+from run import assert_alike, config, differing, load, refused, saved, setup, spy, stepping
 
 EMAS = ("ema:0.9", "ema_power:power=0.1", "ema_half:half_kimg=0.05")
 
-def poisoned(method, *its, by=float("nan")):
-    """The method with a loss times `by` in these iterations."""
-    step = method.step
-    def poison(nets, batch, it, cfg):
-        loss, parts = step(nets, batch, it, cfg)
-        return (loss * by if it in its else loss), parts
-    method.step = poison
-    return method
+def poisoned(name, *its, by=float("nan")):
+    """A method with a loss times `by` in these iterations."""
+    return stepping(name, lambda values, nets, it: (values[0] * (by if it in its else 1.0), values[1]))
 
 # ---- exact resume, in new processes
 def train_parts(names, accum, parts):
@@ -91,46 +86,50 @@ def two_ranks():
     assert x.tolist() == [1 + rank, 4 + 4 * rank]
     torch.distributed.destroy_process_group()
     method, cfg = setup("sft", max_iter=4, name="one_rank_is_inf")
-    skipping = run.run(poisoned(method, 2, by=float("inf")) if rank == 1 else method, cfg)
-    method, cfg = setup("dmd2", max_iter=4, name="other_order", debug_calls=True)
-    step = method.step
-    def teacher_first(nets, batch, it, cfg):
-        nets["teacher"](batch["x0"], common.t_like(1, batch["x0"]))
-        return step(nets, batch, it, cfg)
-    method.step = teacher_first if rank == 1 else step
-    other_order = refused(run.run, method, cfg)
+    skipping = run.run(poisoned("sft", 2, by=float("inf")) if rank == 1 else method, cfg)
+    x0 = torch.zeros(1, 1, 8, 8)
+    calls_more = lambda values, nets, it: (rank and nets["teacher"](x0, common.t_like(1, x0)), values)[1]
+    other_order = refused(run.run, stepping("dmd2", calls_more),
+                          config(load("dmd2"), max_iter=4, name="other_order", debug_calls=True))
+    torch.distributed.destroy_process_group()
+    logs_more = stepping("sft", lambda values, nets, it: (values[0], {f"extra{rank:.0f}": 1.0}))
+    other_keys = refused(run.run, logs_more, config(logs_more, max_iter=2, name="other_keys"))
     grads, student = [p.grad for p in params], dict(skipping.nets["student"].state_dict())
     torch.distributed.destroy_process_group()
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))         # a full disk
     full_disk = refused(run.run, *setup("sft", max_iter=2, name="full_disk"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return grads, told, student, skipping.lines, other_order, full_disk
+    return grads, told, student, skipping.lines, other_order, other_keys, full_disk
 
 def test_two_ranks_agree_and_one_process_is_left_alone():
     for name in ("sft", "dmd2"):
         setup(name)
-    grads, told, nets, lines, other_order, full_disk = zip(*run.ranks(2, two_ranks))
+    grads, told, nets, lines, other_order, other_keys, full_disk = zip(*run.ranks(2, two_ranks))
     for a, b, c in grads:
         assert a.tolist() == [1.5, 1.5] and b.tolist() == [2, 2] and c is None      # None on every rank stays
     assert told == ((["rank 0", 0], [1.5, 6.0]),) * 2
     assert differing(*nets) == [] and all(v.isfinite().all() for v in nets[0].values())
     assert [line.get("skipped", 0) for line in lines[0]] == [0, 0, 1, 0]
-    assert all("rank 1 calls nets in another order than rank 0, from call 0" in s for s in other_order)
+    assert all("rank 1 calls nets in another order than rank 0" in s for s in other_order)
+    assert all("step() logs extra0, extra1 on some ranks only" in s for s in other_keys)
     assert full_disk[0] == full_disk[1] and re.search(r"could not write \S+0000002\.pth", full_disk[0])
     p = torch.nn.Parameter(torch.zeros(2))
     trainer.average_gradients([p], 1)
     assert p.grad is None and common.from_rank0("x", None) == "x" and common.all_mean(p) is p
 
 def test_every_ema_is_the_chain_of_its_own_rates_also_over_a_resume(outputs):
+    """One that the checkpoint lacks starts from the student there."""
     method, cfg = setup("dmd2", update_ratio=1, max_iter=12, save_every=1, ema=EMAS, lr=0.01)
     start = run.nets_of(method, dict(cfg))["student"].state_dict()
-    for changes in (dict(stop_at=6), {}):
-        run.run(method, cfg | changes)
-    for entry in EMAS:
-        ema = {k: v.double() for k, v in start.items()}
-        for n in range(1, 7):                           # of the student's updates
-            beta, student = common.ema_beta(entry, n, 8), saved(outputs / "dmd2", 2 * n)["nets"]["student"]
-            ema = {k: beta * v + (1 - beta) * student[k] for k, v in ema.items()}
+    run.run(method, cfg | dict(stop_at=6))
+    run.run(method, cfg | dict(ema=(*EMAS, "ema_new:0.5")))
+    students = [start, *(saved(outputs / "dmd2", 2 * n)["nets"]["student"] for n in range(1, 7))]
+    for entry in (*EMAS, "ema_new:0.5"):
+        first = 3 if entry == "ema_new:0.5" else 0      # of the student's updates
+        ema = {k: v.double() for k, v in students[first].items()}
+        for n in range(first + 1, 7):
+            beta = common.ema_beta(entry, n, 8)
+            ema = {k: beta * v + (1 - beta) * students[n][k] for k, v in ema.items()}
         for k, v in saved(outputs / "dmd2", 12)["emas"][entry.partition(":")[0]].items():
             torch.testing.assert_close(v.double(), ema[k], rtol=1e-5, atol=1e-6)
 
@@ -147,14 +146,6 @@ def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(capsys, monkey
     assert all(s["step"] == 10 for s in opt.state.values())
     assert "config differs from the checkpoint: lr was 0.002, now 0.05" in out
     assert "weight_decay was 0.0, now 0.3" in out
-
-def test_an_ema_that_the_checkpoint_lacks_starts_from_the_student(outputs):
-    method, cfg = setup("sft", max_iter=5, ema=("ema:0.9",))
-    run.run(method, cfg | dict(stop_at=4))
-    run.run(method, cfg | dict(ema=("ema:0.9", "ema_new:0.5")))
-    before, after = (saved(outputs / "sft", n) for n in (4, 5))
-    for k, v in after["emas"]["ema_new"].items():
-        torch.testing.assert_close(v, (before["nets"]["student"][k] + after["nets"]["student"][k]) / 2)
 
 # ---- checkpoints
 def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(outputs, monkeypatch):
@@ -193,12 +184,11 @@ def test_a_start_on_the_meta_device_equals_a_plain_one(name):
     assert differing(meta, plain) == []
 
 # ---- non-finite gradients
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_reaches_nothing(name, bad, outputs):
+def test_a_gradient_that_is_not_finite_reaches_nothing(name, outputs):
     method, cfg = setup(name, max_iter=6, save_every=1, warmup=10, lr_schedule="constant", ema=EMAS)
     cfg |= dict(update_ratio=1) if "update_ratio" in cfg else {}
     _, it, later, *_ = [it for it in range(6) if method.phase(it, cfg) == "student"]
-    lines = run.run(poisoned(method, it, by=bad), cfg).lines
+    lines = run.run(poisoned(name, it), cfg).lines
     before, after, end = (saved(outputs / name, n) for n in (it, it + 1, 6))
     assert [differing(before[key], after[key]) for key in ("nets", "emas", "optims", "counts")] == [[]] * 4
     assert [sum(state["skipped"].values()) for state in (before, after, end)] == [0, 1, 0]
@@ -209,13 +199,13 @@ def test_a_gradient_that_is_not_finite_reaches_nothing(name, bad, outputs):
     for state in (end["nets"]["student"], *end["emas"].values()):
         assert all(v.isfinite().all() for v in state.values())
 
-def test_max_skipped_in_a_row_end_the_run_and_count_over_a_resume():
-    method, cfg = setup("sft", max_iter=12, save_every=2, max_skipped=3)
-    sentence = refused(run.run, poisoned(method, 1, 4, 5, 6, 7), cfg)
-    assert re.search(r"not finite 3 times in a row, last at it 6, phase 'student' \(.*dsm.*\); --amp "
-                     r'"" runs in float32', sentence)
-    assert "not finite 4 times in a row, last at it 7" in refused(run.run, method, cfg)
-    assert run.run(method, cfg | dict(name="off", max_skipped=0)).lines[-1]["it"] == 12
+def test_max_skipped_in_a_row_of_a_phase_end_the_run_and_count_over_a_resume():
+    method = poisoned("dmd2", 1, 5, 7, 9, 11)           # of the student, who has the odd turns
+    cfg = config(method, max_iter=20, max_skipped=3, update_ratio=1)
+    assert re.search(r"not finite 3 times in a row, last at it 9, phase 'student' \(.*dm.*\); --amp "
+                     r'"" runs in float32', refused(run.run, method, cfg))
+    assert "not finite 4 times in a row, last at it 11" in refused(run.run, method, cfg)
+    assert run.run(method, cfg | dict(name="off", max_skipped=0)).lines[-1]["it"] == 20
 
 # ---- precision and clipping
 class Weight(torch.nn.Module):
@@ -290,24 +280,16 @@ def test_log_lines_have_fixed_keys_and_means_over_their_window(capsys):
             assert line[key] == pytest.approx(sum(turns) / len(turns), rel=1e-5)
         assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000) and line["mem_gb"] > 0.05
     assert set(ones[0]) == {"it", *FAKE, "norm_fake", "lr_fake", *run.TIMING}
-    number = r"-?\d[\d.e+-]*"
-    pattern = " ".join(f"{k} {number}" for k in STUDENT + FAKE)
-    pattern += rf" \| norm {number} norm_fake {number} \| lr {number} lr_fake {number} \| \d+ ms/it"
-    pattern += r" \| data [\d.]+ ms \| \d+ img/s \| [\d.]+ GB \| eta \d+m\d\ds"
+    meter = logs.Meter(None)
+    for loss in 1, 2:
+        meter.add(dict(skipped=1, loss=loss))
+    assert meter.flush() == dict(skipped=2, loss=1.5)   # skipped is counted
     text = [line for line in capsys.readouterr().out.splitlines() if line.startswith("it 0")]
-    assert len(text) == 2
-    for line, done in zip(text, (5, 10)):                # in this order whoever's turn came first
-        assert re.fullmatch(rf"it {done:06d}/000010 \| " + pattern, line), line
-
-def test_times_are_per_iteration_of_the_window_also_after_a_resume(monkeypatch):
-    method, cfg = setup("sft", max_iter=20, log_every=4)
-    steps = spy(monkeypatch, method, "step")            # each of them takes a second
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: float(len(steps))))
-    run.run(method, cfg | dict(stop_at=5))
-    lines = run.run(method, cfg | dict(stop_at=7)).lines
-    assert [(line["it"], line["ms_per_it"], line["img_per_s"]) for line in lines] == [
-        (it, 1000.0, 8.0) for it in (4, 5, 7)]
-    assert run.run(method, cfg).lines[-4]["eta_s"] == 12                # at 8: 12 iterations are left
+    pattern = (" ".join(f"{key} N" for key in STUDENT + FAKE) +     # in this order whoever's turn came first
+               " | norm N norm_fake N | lr N lr_fake N | N ms/it | data N ms | N img/s | N GB | eta N")
+    number = r"(?<=eta )\d+m\d\ds|(?<!\w)-?\d[\d.]*(e[+-]\d+)?"
+    assert [re.sub(number, "N", line[19:]) for line in text] == [pattern] * 2
+    assert [line[:19] for line in text] == ["it 000005/000010 | ", "it 000010/000010 | "]
 
 def test_val_settings_validate_under_changed_keys():
     method, cfg = setup("dmd2", max_iter=2, update_ratio=1, val_every=2, val_batches=2,
@@ -317,8 +299,8 @@ def test_val_settings_validate_under_changed_keys():
     alone = run.run(method, changed).lines[0]
     assert [line["it"] for line in lines] == [0, 2]
     parts = ["student/loss", "student/dm", "student/gan_g", "fake/loss", "fake/dsm", "fake/gan_d"]
-    for label in ("", "guidance=2/", "guidance=0.5;dm_t_max=9/"):
-        assert all(f"val/{label}{p}" in line for p in parts for line in lines)
+    labels = ("", "guidance=2/", "guidance=0.5;dm_t_max=9/")
+    assert all(line.keys() == {"it", *(f"val/{a}{b}" for a in labels for b in parts)} for line in lines)
     first = lines[0]
     assert first["val/student/dm"] == 0 < first["val/guidance=2/student/dm"]    # fake score = teacher
     assert first["val/guidance=0.5;dm_t_max=9/student/dm"] == alone["val/student/dm"]
@@ -328,16 +310,16 @@ def test_wandb_is_off_without_a_key_or_the_package_and_never_asks(tmp_path, monk
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    monkeypatch.setitem(sys.modules, "wandb", None)     # not installed
     said = []
     def start(mode):
         cfg = dict(wandb=mode, project="p", group="g", name="n")
-        return logs.start_wandb(cfg, tmp_path, lambda text, level="info": said.append(text))
-    assert start("disabled") is start("") is start("online") is None
-    assert said[0] == "wandb disabled" and all("no key (WANDB_API_KEY or ~/.netrc)" in s for s in said[1:])
-    monkeypatch.setitem(sys.modules, "wandb", None)     # not installed
-    assert start("offline") is None and "pip install wandb" in said[-1] and len(said) == 4
+        assert logs.start_wandb(cfg, tmp_path, lambda text, level="info": said.append(text)) is None
+        return said.pop()
+    assert start("disabled") == "wandb disabled"
+    assert all("no key (WANDB_API_KEY or ~/.netrc)" in start(mode) for mode in ("", "online"))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert start("") is None and "pip install wandb" in said[-1]
+    assert all("pip install wandb" in start(mode) for mode in ("", "offline"))
 
 def test_wandb_is_told_every_line_and_continues_under_its_id(monkeypatch):
     inits, told = [], []
@@ -356,20 +338,6 @@ def test_wandb_is_told_every_line_and_continues_under_its_id(monkeypatch):
     assert [dict(it=step) | values for step, values in told if "samples" not in values] == out.lines
     assert [(step, values["samples"]) for step, values in told if "samples" in values] == [
         (n, str(out.folder / "samples" / f"{n:07d}.png")) for n in (0, 4)]
-
-def wandb_offline():
-    (method, cfg), said = setup("sft", max_iter=4, wandb="offline", sample_every=2), []
-    for stop_at in (2, 4):
-        out = run.run(method, cfg | dict(stop_at=stop_at))
-        said.append((out.folder / "wandb_id.txt").read_text())
-    return said, sorted(f.name for f in (out.folder / "wandb").glob("offline-run-*"))
-
-@pytest.mark.slow
-def test_wandb_offline_continues_under_its_id(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (ids, runs), = run.ranks(1, wandb_offline)
-    assert ids[0] == ids[1] and len(ids[0].strip()) >= 8
-    assert runs and all(name.endswith(ids[0].strip()) for name in runs)
 
 # ---- sources
 def test_a_run_is_a_source_of_its_student_and_its_emas():
@@ -391,39 +359,20 @@ def test_a_run_is_a_source_of_its_student_and_its_emas():
     run.run(sft, config(sft, max_iter=6, ema=EMAS))     # the source goes on; a resume keeps to iteration 4
     start("#ema_power", 4, "emas", "ema_power", max_iter=2)
     start("/checkpoints/0000002.pth#ema", 2, "emas", "ema", name="one")
-
-def test_a_source_that_does_not_fit_is_named(tmp_path):
-    method = load("dmd2")
-    whole = torch.load(config(method)["teacher"], weights_only=True)
-    a, b = "out.weight", "patch.bias"
-    files = dict(whole=whole, two=dict(a=whole, b=whole), missing={k: v for k, v in whole.items() if k != a},
-                 unknown=whole | dict(extra=whole[b]), misshapen=whole | {a: whole[a][:2]})
-    for name, content in files.items():
-        torch.save(content, tmp_path / f"{name}.pth")
-    def start(source):
-        return run.run(method, config(method, max_iter=1, name="fit", teacher=str(tmp_path / source)))
-    entries = r"it has a, b: write the source as path#entry"
-    for source, words in {
-        "two.pth": rf"two\.pth has no entry \(none given\); {entries}",
-        "two.pth#c": rf"two\.pth has no entry c; {entries}",
-        "whole.pth#ema": r"whole\.pth has no entry ema; it has plain weights",
-        "missing.pth": r"weights of teacher \(.*missing\.pth\) do not fit the net: 1 missing \(out\.weight\)",
-        "unknown.pth": r"1 unknown \(extra\)",
-        "misshapen.pth": r"1 misshapen \(out\.weight \(2, 24\) for \(4, 24\)\)",
-    }.items():
-        assert re.search(words, refused(start, source))
-    assert differing(dict(start("two.pth#b").nets["teacher"].state_dict()), dict(whole)) == []
+    torch.save(dict(a=saved(first, 4)["nets"]["student"], b={}), f"{first}.pth")
+    start(".pth#a", 4, "nets", "student", name="two")   # of a plain file with two entries
 
 def test_a_source_that_changed_since_the_start_is_refused_on_resume(tmp_path):
     method, file = load("dmd2"), tmp_path / "teacher.pth"
     whole = torch.load(config(method)["teacher"], weights_only=True)
-    torch.save(whole, file)
-    cfg = config(method, teacher=str(file), max_iter=4)
+    torch.save({k: v + 0 for k, v in whole.items()}, file)
+    cfg, content = config(method, teacher=str(file), max_iter=4), file.read_bytes()
     run.run(method, cfg | dict(stop_at=2))
-    torch.save(whole | dict(more=torch.zeros(100)), file)
+    torch.save({k: v + 1 for k, v in whole.items()}, file)
+    assert file.stat().st_size == len(content)          # only its content tells
     assert re.search(r"teacher\.pth is not the file it was since this run began \(\d+ bytes then\); put it "
                      r"back, or start anew with --name NEW", refused(run.run, method, cfg))
     file.unlink()
     assert "teacher.pth is gone since this run began" in refused(run.run, method, cfg)
-    torch.save(whole, file)
+    file.write_bytes(content)
     assert run.run(method, cfg).lines[-1]["it"] == 4
