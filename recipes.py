@@ -2,77 +2,184 @@
 config["recipes"], so a copied file finds them too. A preset holds only what differs from the method's config.
 
 FastGen's recipes carry over with its update ratio (student_update_freq k is update_ratio k - 1), its
-iteration counts as they are, and its three EMAs; the first EMA listed samples.
+iteration counts as they are, and its three EMAs; the first EMA listed samples. Where a paper has other values
+they are the paper's, or FastGen's with the reason. In all: moments and weights are float32 also where FastGen
+keeps both in bf16, fp16's scaler starts at 65536, not 16 (a few more skips), uniform t has all of its range,
+a fake score is trained in its net's own space, and where FastGen sets no global batch one is assumed here.
 """
+TEXT = False    # True as soon as trainer.py has the keys encoders and negative_prompt
+
+
+def hub(repository, negative=""):
+    """Weights, VAE and text encoders of a public pipeline."""
+    return dict(teacher=repository) | (dict(encoders=repository, negative_prompt=negative) if TEXT else {})
+
+
+def rates(lr):
+    return dict(lr=lr, lr_fake=lr, lr_disc=lr)
+
+
 constant_emas = ("ema:0.9999", "ema_99995:0.99995", "ema_9996:0.9996")
 power_emas = ("ema:power=0.01", "ema_05:power=0.05", "ema_10:power=0.1")
-fastgen_ops = ("scale", "rotate_frac", "brightness", "contrast", "lumaflip", "hue", "saturation")
 rare = dict(save_every=5000, val_every=5000, sample_every=5000, log_every=1000)
+often = dict(save_every=500, val_every=500, sample_every=500, log_every=100)
 constant = dict(lr_schedule="constant", warmup=0)
+big = dict(amp="bf16", parallel="fsdp", recompute=True)
 
+# ---- nets, with their data and weights
 cifar10 = rare | dict(net="edm:cifar10", data="cifar10-32x32.zip", teacher="edm-cifar10-32x32-cond-vp.pth")
 cifar10_uncond = cifar10 | dict(classes=0, teacher="edm-cifar10-32x32-uncond-vp.pth")
 imagenet64 = rare | dict(net="edm:imagenet64", data="imagenet-64x64.zip",
                          teacher="edm-imagenet-64x64-cond-adm.pth")
+# EDM2's data are resized in its own way; in the consistency methods dropout is at resolutions 16 and 8 alone
+edm2_s = rare | dict(net="edm2:imagenet64_s", data="imagenet-64x64-edmv2.zip", teacher="edm2-img64-s-fid.pth")
+edm2_xl = edm2_s | dict(net="edm2:imagenet64_xl", teacher="edm2-img64-xl-fid.pth")
+edm2_s_drop = edm2_s | dict(net="edm2:imagenet64_s,dropout_res=16", dropout=0.4)
+edm2_xl_drop = edm2_xl | dict(net="edm2:imagenet64_xl,dropout_res=16", dropout=0.5)
+dit_xl = dict(net="dit:dit_xl2", data="imagenet-256-sd.zip", teacher="DiT-XL-2-256x256.pt", amp="bf16")
+sit_xl = dit_xl | dict(net="dit:sit_xl2", teacher="SiT-XL-2-256x256.pt")
+sd15 = rare | hub("stable-diffusion-v1-5/stable-diffusion-v1-5") | dict(
+    net="sd:sd15", data="captioned-512", amp="bf16")
+sdxl = rare | big | hub("stabilityai/stable-diffusion-xl-base-1.0") | dict(
+    net="sd:sdxl", data="captioned-1024-latents")
+flux = often | big | hub("black-forest-labs/FLUX.1-dev") | dict(
+    net="flux:dev,x_shape=(16,64,64)", data="captioned-512")
+qwen_image = often | big | hub("Qwen/Qwen-Image", " ") | dict(
+    net="qwen_image:base,x_shape=(16,64,64)", data="captioned-512", guidance=4.0)
 
+# ---- methods: fine-tuning of public weights
 sft = constant | dict(batch_size=512, lr=2e-5, t_mean=-1.2, cond_dropout=0.0, ema=power_emas)
-dmd2 = constant | dict(t_list=(), t_dist="polynomial", t_min=0.0, t_max=0.0, dm_t_min=0.0, dm_t_max=0.0,
-                       update_ratio=4, gan_d_weight=1.0, gan_features="teacher", ema=constant_emas)
+# the paper, from scratch: lr 1e-2 (XL: 7e-3), inv_sqrt:35000, batch 2048, 1024 (XL: 640) Mi images
+sft_edm2 = sft | dict(lr=1e-4, betas=(0.9, 0.99), amp="fp16", t_mean=-0.8, t_std=1.6, logvar=True, steps=32,
+                      max_iter=150000)
+sft_dit = constant | dict(
+    optimizer="adamw", lr=1e-5, batch_size=256, max_iter=400000, dropout=0.0, t_dist="uniform", guidance=4.0,
+    steps=25, ema=constant_emas[:2], save_every=10000, val_every=10000, sample_every=10000, log_every=1000)
+# FastGen never drops the text, but samples with guidance. 25 steps of Heun's method for its 50
+sft_text = constant | dict(
+    optimizer="adamw", weight_decay=0.01, lr=1e-5, batch_size=256, max_iter=100000, dropout=0.0,
+    t_dist="uniform", steps=25, ema=())
+
+# ---- methods: consistency
+ect = dict(optimizer="adam", warmup=0, clip=0.0, tf32=False, t_mean=-0.8, t_std=1.6, q=4.0, ratio_cap=0.9961,
+           huber_c=0.06, loss_weight="c_out_sq", t_list=(80.0, 1.526), ema=power_emas)
+cm = ect | dict(distill=False, lr_schedule="inv_sqrt:2000", kimg_per_stage=3200)
+tcm_stage1 = ect | dict(amp="fp16", batch_size=2048, max_iter=150000, lr_schedule="inv_sqrt:2000",
+                        kimg_per_stage=20480, ema=("ema:power=0.05",))
+tcm = ect | dict(amp="fp16", batch_size=1024, max_iter=400000, lr_schedule="inv_sqrt:8000")
 scm = constant | dict(batch_size=512, lr=1e-4, clip=0.0, tf32=False, t_mean=-1.0, t_max=0.0, tangent_rms=True,
                       tangent_warmup=10000, t_list=(80.0, 0.821), ema=constant_emas)
-tcm = rare | dict(
-    net="edm2:imagenet64_s", data="imagenet-64x64.zip", teacher="edm2-img64-s.pth", amp="fp16",
-    optimizer="adam", betas=(0.9, 0.99), warmup=0, clip=0.0, tf32=False, dropout=0.4, t_mean=-0.8, t_std=1.6,
-    q=4.0, ratio_cap=0.9961, huber_c=0.06, loss_weight="c_out_sq", kimg_per_stage=20480, t_list=(80.0, 1.526))
+scm_imagenet64 = scm | dict(
+    batch_size=1024, max_iter=600000, lr=7e-5, lr_schedule="inv_sqrt:35000", optimizer="adam", adam_eps=1e-11,
+    t_std=1.6, t_list=(80.0, 1.1))
+
+# ---- methods: distribution matching; FastGen's turns and GAN, and the paper's for latents
+fastgen_gan = dict(update_ratio=4, gan_d_weight=1.0, gan_features="teacher", gan_taps=())
+dmd2 = constant | fastgen_gan | dict(t_list=(), t_dist="polynomial", t_min=0.0, t_max=0.0, dm_t_min=0.0,
+                                     dm_t_max=0.0, ema=constant_emas)
+dmd2_text = constant | dict(
+    t_list=(), t_dist="uniform", t_min=0.0, t_max=0.0, dm_t_dist="uniform", dm_t_min=0.02, dm_t_max=0.98,
+    gan_d_weight=1e-2, gan_taps=(), ema=())
+dmd2_sd15 = sd15 | dmd2_text | dict(batch_size=2048, update_ratio=10, guidance=1.75)
+dmd2_sdxl = sdxl | dmd2_text | rates(5e-7) | dict(
+    batch_size=128, max_iter=22800, guidance=8.0, gan_weight=5e-3)
+# of Flux and Qwen-Image no paper has a recipe: FastGen's, but later steps from own samples, not noised data
+dmd2_flow = dmd2_text | fastgen_gan | rates(1e-5) | dict(
+    steps=4, batch_size=64, max_iter=5000, gan_weight=0.03, gan_same_noise=True)
+runs = "outputs/fewstep"
+sdxl_1step = f"{runs}/captioned-1024-latents/dmd2_sdxl_1step"
 
 presets = {
-    # FastGen EDM/config_sft_edm_cifar10: fine-tuning of the public teacher
-    ("sft", "cifar10_finetune"): cifar10 | sft | dict(
-        xflip=True, augment=0.12, augment_ops=fastgen_ops, dropout=0.13, max_iter=100000),
-    # FastGen EDM/config_sft_edm_in64; the GradScaler starts at 16, not 65536, which only saves first skips
+    # FastGen EDM/config_sft_edm_cifar10: fine-tuning of the public teacher. Its flips and colours are not the
+    # augmentations that the teacher's nine labels stand for; here they are EDM's
+    ("sft", "cifar10_finetune"): cifar10 | sft | dict(augment=0.12, dropout=0.13, max_iter=100000),
+    # FastGen EDM/config_sft_edm_in64
     ("sft", "imagenet64_finetune"): imagenet64 | sft | dict(dropout=0.1, max_iter=200000, amp="fp16"),
-    # FastGen EDM/config_dmd2_cifar10 (FID 1.99 reported); the paper has no CIFAR-10 recipe
-    ("dmd2", "cifar10"): cifar10 | dmd2 | dict(
-        batch_size=2048, max_iter=100000, lr=1e-4, lr_fake=1e-4, lr_disc=1e-4, gan_weight=1e-3,
-        gan_taps=(0, 1, 2)),
-    # FastGen EDM/config_dmd2_in64 (FID 1.12 reported). Its fake score trains without EDM weight; here with it
-    ("dmd2", "imagenet64_fastgen"): imagenet64 | dmd2 | dict(
-        batch_size=512, max_iter=600000, lr=2e-6, lr_fake=2e-6, lr_disc=2e-6, gan_weight=3e-3, gan_taps=()),
+    # FastGen EDM2/config_sft_s, config_sft_xl, with the paper's dropout and learned log-variance
+    ("sft", "edm2_s"): edm2_s | sft_edm2 | dict(batch_size=1024, dropout=0.0),
+    ("sft", "edm2_xl"): edm2_xl | sft_edm2 | dict(batch_size=512, dropout=0.1),
+    # FastGen DiT/config_sft_dit_xl, config_sft_sit_xl; for DiT with the paper's betas of noise (FastGen's are
+    # Stable Diffusion's) and uniform t. The half of DiT's output that is a variance gets no gradient
+    ("sft", "dit_xl"): dit_xl | sft_dit,
+    ("sft", "sit_xl"): sit_xl | sft_dit,
+    # FastGen SD15/config_sft, SDXL/config_sft (crops of 512 for a net at 1024; here 1024), Flux/config_sft,
+    # QwenImage/config_sft (its data set is not shipped). Flux embeds its guidance (3.5), so it drops no text
+    ("sft", "sd15"): sd15 | sft_text | dict(guidance=7.5),
+    ("sft", "sdxl"): sdxl | sft_text | dict(data="captioned-1024", guidance=7.5),
+    ("sft", "flux"): flux | sft_text | dict(batch_size=128, max_iter=10000, cond_dropout=0.0),
+    ("sft", "qwen_image"): qwen_image | sft_text | dict(batch_size=128, max_iter=5000),
+    # FastGen SDXL/config_kd: pairs at t = 0.999, where the DMD2 paper's net is told 0.399 (pairs have states at
+    # the times of the steps, so that is not possible here). Assumption: guidance as DMD2's
+    ("kd", "sdxl"): sdxl | constant | dict(
+        data="outputs/pairs/sdxl", lr=1e-5, batch_size=128, max_iter=6000, t_list=(0.999,), guidance=8.0,
+        ema=()),
+
     # FastGen EDM/config_cm_cifar10 (FID 2.92 reported). Its r is at least 0.002; here 0 is reached
     ("cm", "cifar10_fastgen"): cifar10_uncond | constant | dict(
         dropout=0.2, batch_size=512, max_iter=350000, lr=1e-4, clip=0.0, distill=False, betas=(0.9, 0.999),
         tf32=False, t_mean=-1.1, t_std=2.0, huber_c=1e-8, kimg_per_stage=6400, ratio_cap=0.999,
         t_list=(80.0, 0.821), ema=constant_emas),
-    # FastGen EDM/config_cm_in64, which sets no global batch
-    ("cm", "imagenet64_fastgen"): imagenet64 | dict(
-        distill=False, dropout=0.2, batch_size=1024, max_iter=1000000, optimizer="adam", lr=1e-3,
-        lr_schedule="inv_sqrt:2000", warmup=0, clip=0.0, amp="fp16", tf32=False, t_mean=-0.8,
-        huber_c=0.06, loss_weight="c_out_sq", q=4.0, kimg_per_stage=3200, ratio_cap=0.9961,
-        t_list=(80.0, 1.526), ema=power_emas),
+    # FastGen EDM/config_cm_in64
+    ("cm", "imagenet64_fastgen"): imagenet64 | cm | dict(
+        dropout=0.2, batch_size=1024, max_iter=1000000, lr=1e-3, amp="fp16"),
+    # FastGen EDM2/config_cm_s (FID 4.05 reported), config_cm_xl: ECT's stages in images, not in iterations
+    ("cm", "edm2_s"): edm2_s_drop | cm | dict(batch_size=1024, max_iter=150000, lr=1e-3),
+    ("cm", "edm2_xl"): edm2_xl_drop | cm | dict(batch_size=1024, max_iter=150000, lr=7e-4),
     # FastGen EDM/config_scd_cifar10, config_sct_cifar10 (FID 3.22; 3.23 reported), config_scd_in64
     ("scm", "cifar10_fastgen"): cifar10_uncond | scm | dict(max_iter=500000),
     ("scm", "cifar10_sct_fastgen"): cifar10_uncond | scm | dict(
         distill=False, dropout=0.2, t_max=800.0, max_iter=350000),
-    ("scm", "imagenet64_fastgen"): imagenet64 | scm | dict(
-        batch_size=1024, max_iter=600000, lr=7e-5, lr_schedule="inv_sqrt:35000", optimizer="adam",
-        adam_eps=1e-11, clip=10.0, amp="bf16", t_std=1.6, t_list=(80.0, 1.1)),
-    # NVlabs/TCM and FastGen EDM2/config_tcm_s: both stages on EDM2-S (one-step FID 2.88)
-    ("tcm", "imagenet64_stage1"): tcm | dict(
-        batch_size=2048, max_iter=150000, lr=1e-3, lr_schedule="inv_sqrt:2000", ema=("ema:power=0.05",)),
-    ("tcm", "imagenet64"): tcm | dict(
-        stage1="outputs/fewstep/imagenet-64x64/tcm_imagenet64_stage1", batch_size=1024, max_iter=400000,
-        lr=5e-4, lr_schedule="inv_sqrt:8000", ema=power_emas),
+    ("scm", "imagenet64_fastgen"): imagenet64 | scm_imagenet64 | dict(clip=10.0, amp="bf16"),
+    # FastGen EDM2/config_scm_xl, which sets no iterations; the time embedding of public weights, not the
+    # paper's plain one, so it may be unstable
+    ("scm", "edm2_xl"): edm2_xl_drop | scm_imagenet64 | dict(
+        distill=False, dropout=0.45, amp="fp16", ema=power_emas),
+    # NVlabs/TCM and FastGen EDM2/config_tcm_s, config_tcm_xl: both stages (one-step FID 2.88, 2.20; TCM's
+    # README has 800 k iterations). FastGen's first stage is its CM, with shorter stages; here TCM's
+    ("tcm", "edm2_s_stage1"): edm2_s_drop | tcm_stage1 | dict(lr=1e-3),
+    ("tcm", "edm2_s"): edm2_s_drop | tcm | dict(
+        stage1=f"{runs}/imagenet-64x64-edmv2/tcm_edm2_s_stage1", lr=5e-4),
+    ("tcm", "edm2_xl_stage1"): edm2_xl_drop | tcm_stage1 | dict(lr=7e-4),
+    ("tcm", "edm2_xl"): edm2_xl_drop | tcm | dict(
+        stage1=f"{runs}/imagenet-64x64-edmv2/tcm_edm2_xl_stage1", lr=1e-4),
     # FastGen EDM/config_mf_cifar10 (FID 2.82 reported), without preconditioning there
-    ("mean_flow", "cifar10_fastgen"): cifar10_uncond | dict(
-        teacher="", distill=False, batch_size=1024, max_iter=1000000, lr=6e-4, lr_schedule="constant",
-        warmup=9765, clip=0.0, tf32=False, dropout=0.2, augment=0.12,
-        augment_ops=("xflip", "scale", "aniso", "translate_frac"), pairs="sort", t_mean=-0.6, t_std=1.6,
-        t_list=(), ema=constant_emas),
+    ("mean_flow", "cifar10_fastgen"): cifar10_uncond | constant | dict(
+        teacher="", distill=False, batch_size=1024, max_iter=1000000, lr=6e-4, warmup=9765, clip=0.0,
+        tf32=False, dropout=0.2, augment=0.12, augment_ops=("xflip", "scale", "aniso", "translate_frac"),
+        pairs="sort", t_mean=-0.6, t_std=1.6, t_list=(), ema=constant_emas),
+
+    # FastGen EDM/config_dmd2_cifar10 (FID 1.99 reported); the paper has no CIFAR-10 recipe
+    ("dmd2", "cifar10"): cifar10 | dmd2 | rates(1e-4) | dict(
+        batch_size=2048, max_iter=100000, gan_weight=1e-3, gan_taps=(0, 1, 2)),
+    # FastGen EDM/config_dmd2_in64 (FID 1.12 reported). Its fake score trains without EDM weight; here with it
+    ("dmd2", "imagenet64_fastgen"): imagenet64 | dmd2 | rates(2e-6) | dict(
+        batch_size=512, max_iter=600000, gan_weight=3e-3),
+    # SD 1.5, the paper's two stages (40 k iterations, then 5 k with the GAN); FastGen SD15/config_dmd2 is one
+    # of 100 k at lr 1e-5 with the GAN from the start, and reports no FID
+    ("dmd2", "sd15"): dmd2_sd15 | rates(1e-5) | dict(max_iter=44000, gan_weight=0.0),
+    ("dmd2", "sd15_gan"): dmd2_sd15 | rates(5e-7) | dict(
+        student=f"{runs}/captioned-512/dmd2_sd15", fake_score=f"{runs}/captioned-512/dmd2_sd15#fake_score",
+        max_iter=5500, gan_weight=1e-3),
+    # SDXL, the paper's 19 k iterations of four steps, and of one after KD. FastGen SDXL/config_dmd2 is one
+    # step without KD at lr 5e-5, which is the paper's for LoRA
+    ("dmd2", "sdxl"): dmd2_sdxl | dict(steps=4, t_list=(0.999, 0.749, 0.499, 0.249)),
+    ("dmd2", "sdxl_1step"): dmd2_sdxl | dict(student=f"{runs}/sdxl/kd_sdxl"),
+    # FastGen Flux/config_dmd2, QwenImage/config_dmd2
+    ("dmd2", "flux"): flux | dmd2_flow | dict(gan_taps=(28,)),
+    ("dmd2", "qwen_image"): qwen_image | dmd2_flow | dict(gan_taps=(30,), offload=True),
 }
-# FastGen EDM/config_f_distill_*, by the paper's authors (FID 1.85; 1.11): DMD2's but for the divergence
 presets |= {
+    # FastGen EDM/config_dmd2_test: a short try
+    ("dmd2", "cifar10_test"): presets["dmd2", "cifar10"] | often | dict(batch_size=64, max_iter=5000, ema=()),
+    # FastGen EDM/config_f_distill_*, by the paper's authors (FID 1.85; 1.11): DMD2's but for the divergence
     ("f_distill", "cifar10"): presets["dmd2", "cifar10"] | dict(
         divergence="kl", ratio_bins=10, ratio_ema=0.0),
     ("f_distill", "imagenet64"): presets["dmd2", "imagenet64_fastgen"] | dict(
         divergence="js", ratio_bins=10, ratio_ema=0.5),
+    # FastGen SD15/config_f_distill, SDXL/config_f_distill, likewise; the second goes on from DMD2's one step
+    ("f_distill", "sd15"): dmd2_sd15 | fastgen_gan | rates(1e-5) | dict(
+        update_ratio=9, max_iter=100000, gan_weight=1e-3, divergence="js", ratio_bins=10, ratio_ema=0.0),
+    ("f_distill", "sdxl"): dmd2_sdxl | fastgen_gan | dict(
+        student=sdxl_1step, fake_score=f"{sdxl_1step}#fake_score", max_iter=25000, divergence="js",
+        ratio_bins=10, ratio_ema=0.0),
 }

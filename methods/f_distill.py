@@ -22,6 +22,7 @@ from nets.discriminators import DensityRatio, make_head
 
 config = dict(
     recipes="f_distill", teacher="assets/digits.pth",
+    student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
     max_iter=3600,                   # = 600 student updates; N of the paper are N (ratio + 1) / ratio here
     batch_size=64,
     update_ratio=5,                  # fake updates before each student update; at least 1
@@ -77,7 +78,7 @@ def build(cfg):
 
 
 def init(cfg):
-    return dict(teacher=cfg["teacher"], student="teacher", fake_score="teacher")
+    return dict(teacher=cfg["teacher"]) | {n: cfg[n] or "teacher" for n in ("student", "fake_score")}
 
 
 def optimizers(nets, cfg):

@@ -59,15 +59,17 @@ published = dict(teacher="", distill=False, lr_schedule="constant", warmup=0, cl
 latents = published | dict(data="imagenet-256-sd.zip", batch_size=1024, max_iter=1200000, lr=1e-4,
                            betas=(0.9, 0.95), cond_dropout=0.1, ratio=0.25, pairs="sort",
                            t_mean=-0.4, t_std=1.0, r_mean=-0.4, r_std=1.0, loss_p=1.0, loss_c=1.0)
+unscaled = ",reverse=false,learn_sigma=false,r_kind=diff"
 presets = dict(
     # 200 epochs of warm-up, EDM's augmentations without vertical flips and rotations
     cifar10=published | dict(
         net="edm:cifar10", data="cifar10-32x32.zip", classes=0, batch_size=1024, max_iter=800000, lr=6e-4,
         warmup=9765, dropout=0.2, augment=0.12, augment_ops=("xflip", "scale", "aniso", "translate_frac"),
         t_mean=-0.6, t_std=1.6, r_mean=-4.0, r_std=1.6),
-    # scales w / (1 - k) = 2 and 2.5
-    imagenet256_b=latents | dict(net="dit:b2", kappa=0.5),
-    imagenet256_xl=latents | dict(net="dit:xl2", guidance=0.2, kappa=0.92, guidance_interval=(0.0, 0.75)),
+    # DiTs that embed t and t - r, unscaled; scales w / (1 - k) = 2 and 2.5
+    imagenet256_b=latents | dict(net="dit:sit_b2" + unscaled, kappa=0.5),
+    imagenet256_xl=latents | dict(
+        net="dit:sit_xl2" + unscaled, guidance=0.2, kappa=0.92, guidance_interval=(0.0, 0.75)),
 )
 
 

@@ -262,6 +262,15 @@ def test_dmd2_student_converges_to_the_guided_gaussian(guidance):
         path.append((student.std.item(), student.mean.item()))
     assert torch.tensor(path[-200:]).mean(0).tolist() == pytest.approx([s, guidance * m], rel=1e-9, abs=0.01)
 
+@pytest.mark.parametrize("name", ["dmd2", "f_distill"])
+def test_student_and_fake_score_start_where_they_are_told_or_from_the_teacher(name, runs):
+    method, cfg = setup(name, student=str(runs / "dmd2"), fake_score=f"{runs / 'dmd2'}#fake_score")
+    nets, held = nets_of(method, cfg), saved(runs / "dmd2", 2)["nets"]
+    for net in "student", "fake_score":
+        assert differing(nets[net].state_dict(), held[net]) == []
+        assert differing(held[net], nets["teacher"].state_dict())
+    assert method.init(load(name).config)["student"] == method.init(load(name).config)["fake_score"] == "teacher"
+
 def test_dmd2_builds_a_graph_of_the_student_alone():
     d, kept = dmd2(gan_weight=0.0), []
     turn(d.nets, d.method.optimizers(d.nets, d.cfg), "student")

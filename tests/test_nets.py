@@ -101,6 +101,8 @@ def test_every_family_in_nets_has_a_case_and_the_options_of_a_spec_win():
     net = make_net("toy:tiny,schedule=rf,pred=flow,dropout=0.25,size=16", pred="x0", r=True)
     assert (net.schedule, net.pred, net.layers[0].dropout) == ("rf", "flow", 0.25) and net.r_embed is not None
     assert net.x_shape == (1, 16, 16) and net.tap_shapes((0, 1)) == [(24, 8, 8)] * 2
+    net = make_net("dit:dit_s2,x_shape=(4, 8, 16),depth=1")
+    assert net.x_shape == (4, 8, 16) and net.n_taps == 1
 
 @cases()
 def test_attributes_are_plain_values_and_blocks_are_modules_with_parameters_none_inside_another(case):
