@@ -108,8 +108,8 @@ presets = {
     ("sft", "sdxl"): sdxl | sft_text | dict(data="captioned-1024", guidance=7.5),
     ("sft", "flux"): flux | sft_text | dict(batch_size=128, max_iter=10000, cond_dropout=0.0),
     ("sft", "qwen_image"): qwen_image | sft_text | dict(batch_size=128, max_iter=5000),
-    # FastGen SDXL/config_kd: pairs at t = 0.999, where the DMD2 paper's net is told 0.399 (pairs have states at
-    # the times of the steps, so that is not possible here). Assumption: guidance as DMD2's
+    # FastGen SDXL/config_kd: pairs at t = 0.999, where the DMD2 paper's net is told 0.399 (not possible here:
+    # pairs have states at the steps' own times). Assumption: guidance as DMD2's
     ("kd", "sdxl"): sdxl | constant | dict(
         data="outputs/pairs/sdxl", lr=1e-5, batch_size=128, max_iter=6000, t_list=(0.999,), guidance=8.0,
         ema=()),

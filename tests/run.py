@@ -110,6 +110,12 @@ def phases(method, cfg):
     """{phase: its first iteration}"""
     return {method.phase(it, cfg): it for it in reversed(range(100))}
 
+def owned(method, nets, cfg):
+    """{phase: names of the parameters that its optimizer holds}"""
+    name = {p: f"{n}.{k}" for n, net in nets.items() for k, p in net.named_parameters()}
+    return {phase: {name[p] for g in opt.param_groups for p in g["params"]}
+            for phase, opt in method.optimizers(nets, cfg).items()}
+
 def gradients(nets):
     """{net.parameter: gradient} of those that have one."""
     return {f"{n}.{k}": p.grad for n, net in nets.items() for k, p in net.named_parameters()

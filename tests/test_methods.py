@@ -11,8 +11,8 @@ import judge
 import run
 import train
 import trainer
-from run import (assert_alike, batch_of, config, differing, gradients, load, nets_of, phases, refused, saved,
-                 setup, spy, turn)
+from run import (assert_alike, batch_of, config, differing, gradients, load, nets_of, owned, phases, refused,
+                 saved, setup, spy, turn)
 
 # by config["recipes"], which a copied file keeps: the key that weighs a logged part, where it is not
 # <part>_weight (no such key: 1); None: logged only
@@ -26,12 +26,6 @@ def one_step(method, nets, cfg, it, batch=None):
     loss, logs = method.step(nets, batch or batch_of(cfg), it, cfg)
     loss.backward()
     return loss, logs, gradients(nets)
-
-def owned(method, nets, cfg):
-    """{phase: names of the parameters that its optimizer holds}"""
-    name = {p: f"{n}.{k}" for n, net in nets.items() for k, p in net.named_parameters()}
-    return {phase: {name[p] for g in opt.param_groups for p in g["params"]}
-            for phase, opt in method.optimizers(nets, cfg).items()}
 
 def weights_of(method):
     return [k for k, v in method.config.items() if k.endswith("_weight") and isinstance(v, (int, float))]
@@ -269,7 +263,8 @@ def test_student_and_fake_score_start_where_they_are_told_or_from_the_teacher(na
     for net in "student", "fake_score":
         assert differing(nets[net].state_dict(), held[net]) == []
         assert differing(held[net], nets["teacher"].state_dict())
-    assert method.init(load(name).config)["student"] == method.init(load(name).config)["fake_score"] == "teacher"
+    inits = method.init(load(name).config)
+    assert inits["student"] == inits["fake_score"] == "teacher"
 
 def test_dmd2_builds_a_graph_of_the_student_alone():
     d, kept = dmd2(gan_weight=0.0), []
