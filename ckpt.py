@@ -8,12 +8,16 @@
 A file is written under a temporary name, synced, and renamed, so a kill at any moment leaves whole files
 only. Loading is weights-only (no pickled code runs) and checks every byte against the archive's checksums; a
 stamp tells files of one save from another's. Why not torch.distributed.checkpoint: its metadata is a pickle,
-nothing notices a flipped byte, and a save in the background runs collectives of its own. A *source* names
-weights for a net, `path[#entry]`: a run folder (its newest checkpoint), a checkpoint, or a plain weights
-file; the entry is a net or an EMA in it.
+nothing notices a flipped byte, and a save in the background runs collectives of its own.
+
+A *source* names weights for a net, `path[#entry]`: a run folder (its newest checkpoint) or a checkpoint, the
+entry being a net or an EMA in it; a plain file of weights; a folder of safetensors, as diffusers writes a
+model or (entry: its sub-folder, else unet or transformer) a pipeline; or such a repository of the Hugging
+Face hub, `org/name` or `hf://org/name@revision`.
 """
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
@@ -265,8 +269,8 @@ def load(file, name=None):
     try:
         with files.fetch(file) as here:
             if here.suffix == ".safetensors":
-                from safetensors.torch import load_file
-                return load_file(here)
+                lazy = Safetensors([here])              # of a URL's copy all, before it goes
+                return lazy if here == file else dict(lazy)
             with zipfile.ZipFile(here) as z:
                 bad = z.testzip()                     # torch.load itself would load a flipped byte in silence
             if bad:
@@ -330,6 +334,8 @@ def newest(folder, say, group=None):
 
 def find(name):
     """`name` in the working directory, else beside this file (so `assets/...` works from anywhere)."""
+    if name.startswith("hf://"):
+        return hub(name)
     if "://" in name:
         file = files.place(name)
         return file if files.exists(file) else None
@@ -347,15 +353,98 @@ def pin(here):
     return dict(size=size, crc=size and zlib.crc32(np.memmap(here, mode="r")))
 
 
+def hub(name):
+    """The local folder of a hub repository, hf://org/name[@revision], which fetches what is missing."""
+    repo, _, revision = name.removeprefix("hf://").partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+        return Path(snapshot_download(
+            repo, revision=revision or None, ignore_patterns=["*.fp16.*", "*.non_ema.*"],
+            allow_patterns=["*.json"] + [f"{part}*.safetensors" for part in ("", "unet/", "transformer/")]))
+    except ImportError:
+        raise BadInput(f"{name} needs the hub's client; pip install huggingface_hub") from None
+    except Exception as e:                              # of the network, of access rights, ...
+        raise BadInput(f"{repo} is neither here nor to be had from the hub ({files.reason(e)}); give a path, "
+                       f"or see to the network, the name and `hf auth login`") from e
+
+
+def weight_files(folder, entry=""):
+    """The safetensors files, ascending, of a folder that diffusers wrote; of a pipeline the denoiser's."""
+    parts = [entry] if entry else ["unet", "transformer"] if (folder / "model_index.json").exists() else [""]
+    for part in parts:
+        for index in sorted((folder / part).glob("*.safetensors.index.json")):
+            names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+            if absent := [n for n in names if not (folder / part / n).exists()]:
+                raise Damaged(f"{folder / part / absent[0]} does not exist, but {index.name} names it")
+            return [folder / part / n for n in names]
+        if found := [f for f in sorted((folder / part).glob("*.safetensors")) if ".fp16." not in f.name]:
+            return found
+    return []
+
+
+class Safetensors(Mapping):
+    """{key: tensor} of safetensors files. A file is open while a tensor is read and no longer, as what is
+    mapped counts as memory."""
+    types = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
+                 I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
+
+    def __init__(self, names):
+        self.where, self.index = {}, {}
+        for name in names:
+            with self.opened(name) as f:
+                for key in f.keys():                                                    # noqa: SIM118
+                    view = f.get_slice(key)
+                    self.where[key], kind = name, self.types[view.get_dtype()]
+                    self.index[key] = tuple(view.get_shape()), kind
+
+    @staticmethod
+    @contextlib.contextmanager
+    def opened(name):
+        from safetensors import SafetensorError, safe_open
+        try:
+            with safe_open(name, "pt") as f:
+                yield f
+        except (SafetensorError, FileNotFoundError, KeyError) as e:
+            raise Damaged(f"{name} cannot be read as weights ({str(e).splitlines()[0]}); is it whole, and of "
+                          f"tensors?") from e
+
+    def __getitem__(self, key):
+        with self.opened(self.where[key]) as f:
+            return f.get_tensor(key)
+
+    def __iter__(self):
+        return iter(self.where)
+
+    def __len__(self):
+        return len(self.where)
+
+
+def pin_files(names):
+    """dict(size, crc) of safetensors files: of their names, sizes and headers."""
+    crc, size = 0, 0
+    for name in names:
+        with open(name, "rb") as f:
+            head = f.read(int.from_bytes(f.read(8), "little"))
+        size += name.stat().st_size
+        crc = zlib.crc32(repr((name.name, name.stat().st_size)).encode() + head, crc)
+    return dict(size=size, crc=crc)
+
+
 def resolve(source, hint=""):
     """Pin a source to one file: dict(file, entry, it, size, crc); it = -1 for a plain file. Raises BadInput,
     with `hint` as the cure, if there is no such file. A file of this repository is kept relative to it."""
     name, _, entry = source.partition("#")
     file = find(name) if name else None                 # "" would be the working directory
+    if file is None and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name.split("/")[0]):
+        file = hub(name)
     if file is None:
         raise BadInput(f"{name or repr(source)} does not exist{'; ' + hint if hint else ''}")
     it = -1
     entries = files.names(file)
+    if parts := isinstance(file, Path) and file.is_dir() and weight_files(file, entry):
+        if name.startswith("hf://") or not find(name):  # kept by the revision that its cache's folder names
+            file = f"hf://{name.removeprefix('hf://').partition('@')[0]}@{file.name}"
+        return dict(file=str(file), entry=entry, it=it, **pin_files(parts))
     if entries or file.is_dir():
         folder = file / "checkpoints" if "checkpoints" in entries else file
         it, _ = newest(folder, lambda text: print(text, flush=True))
@@ -372,10 +461,14 @@ def resolve(source, hint=""):
 def read(source):
     """Tensors by name of a resolved source. Entry "" means the student of a checkpoint, or a plain file's
     only content. Raises BadInput if the file is gone or another one than when it was resolved."""
-    file, content = find(source["file"]), None
-    if file is not None:
+    file, content, pins = find(source["file"]), None, {k: source[k] for k in ("size", "crc")}
+    if isinstance(file, Path) and file.is_dir():
+        parts = weight_files(file, source["entry"])
+        if parts and pin_files(parts) == pins:
+            return Safetensors(parts)
+    elif file is not None:
         with files.fetch(file) as here:                 # of a URL: one copy for both
-            if pin(here) == {k: source[k] for k in ("size", "crc")}:
+            if pin(here) == pins:
                 content = load(here, file)
     if content is None:
         raise BadInput(f"{source['file']} is {'not the file it was' if file else 'gone'} since this run "
@@ -385,10 +478,10 @@ def read(source):
         content = whole(content, file)
         content = content["nets"] | content["emas"]
         entry = entry or "student"
-    elif entry == "" and all(torch.is_tensor(v) for v in content.values()):
+    elif entry == "" and (isinstance(content, Safetensors) or all(map(torch.is_tensor, content.values()))):
         content = {"": content}
     held = content.get(entry)
-    if not isinstance(held, (dict, Shards)):
+    if not isinstance(held, (dict, Shards, Safetensors)):
         entries = ", ".join(str(k) for k, v in content.items() if isinstance(v, dict)) or "plain weights"
         raise BadInput(f"{source['file']} has no entry {entry or '(none given)'}; it has {entries}: write "
                        f"the source as path#entry")

@@ -718,7 +718,7 @@ def optimizer(groups, name="adamw", lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weigh
     known("optimizer", name, kinds)
     how = dict(foreach=True) if name == "radam" else dict(fused=True)   # 7x faster, 200 small tensors, CPU
     try:
-        first, second = betas
+        first, second = map(float, betas)               # torch wants both of one kind: 0 is an int
         return kinds[name](groups, lr=lr, betas=(first, second), eps=eps, weight_decay=weight_decay, **how)
     except ValueError as error:                      # "Invalid beta parameter at index 1: nan"
         raise BadInput(f"--optimizer {name} cannot have these --betas, rates or decays ({error})") from None

@@ -4,7 +4,9 @@ A net is built on the meta device; its `model` is a copy that stays there and kn
 reads files and sends tensor by tensor, every rank keeps its rows; of a sharded checkpoint each rank reads its
 own rows. So no rank holds more than its shards, one tensor, and, rank 0, the file (mapped, not read at once).
 """
+import re
 import zlib
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ def fill(nets, models, inits, sources, state, trainable, cfg, device):
         own, kept, given = model.state_dict(), state["nets"].get(name) if state else None, {}
         complete = kept is not None and set(kept) == set(own)
         if source is not None and not complete:
-            held = nets[source].state_dict() if source in nets else sources[source]
+            held = nets[source].state_dict() if source in nets else Renamed(model, sources[source])
             given = adapted(model, models[source].state_dict() if source in nets else held)
             check(own, given, f"{name} ({source})", optional=net.optional)
         draw(net, model, name, cfg["seed"], own if complete else given)
@@ -65,7 +67,7 @@ def check_sources(nets, inits, sources):
     for name in order(nets, inits):
         source = inits.get(name)
         if source in nets or source in sources:
-            held = nets[source].state_dict() if source in nets else sources[source]
+            held = nets[source].state_dict() if source in nets else Renamed(nets[name], sources[source])
             check(nets[name].state_dict(), adapted(nets[name], held), f"{name} ({source})",
                   optional=nets[name].optional)
 
@@ -95,6 +97,37 @@ def draw(net, model, name, seed, given=()):
 def adapt(model, key, tensor):
     """A source's tensor in the net's own shape; None for a key that the net knowingly drops."""
     return model.adapt(key, tensor) if hasattr(model, "adapt") else tensor
+
+
+def theirs(model, layout):
+    """{key in a layout of `model.layouts`, which are substitutions (pattern, replacement): the net's own}."""
+    names = {}
+    for key in model.state_dict():
+        name = key
+        for pattern, replacement in getattr(model, "layouts", {}).get(layout, ()):
+            name = re.sub(pattern, replacement, name)
+        names[name] = key
+    return names
+
+
+class Renamed(Mapping):
+    """A source under the net's own names: those it has, or by the layout that most of its keys belong to."""
+
+    def __init__(self, model, held):
+        ways = [theirs(model, layout) for layout in ("", *getattr(model, "layouts", ()))]
+        best = max(ways, key=lambda names: len(names.keys() & held.keys()))
+        self.held, self.names = held, {best.get(key, key): key for key in held}
+        index = getattr(held, "index", {})
+        self.index = {key: index[at] for key, at in self.names.items() if at in index}
+
+    def __getitem__(self, key):
+        return self.held[self.names[key]]
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
 
 
 def adapted(model, held):

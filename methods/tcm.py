@@ -50,8 +50,7 @@ config = dict(
     q=2.0,                           # 1 - r / t is q^-(stage + 1) at high noise
     kimg_per_stage=64,               # thousands of images per stage of the map
     ratio_cap=0.99,                  # r / t at high noise, at most, and in stage 2; paper: 0.999 for CIFAR-10
-    huber_c=0.0,                     # rho(d) = sqrt(d^2 + c^2) - c; 0 = the distance itself; from data a small
-                                     # one learns medians, so samples vary less; a large one means
+    huber_c=0.0,                     # rho(d) = sqrt(d^2 + c^2) - c; 0 = d: it learns medians, large c means
     loss_weight="gap",               # 1 / (t - r); common.consistency_loss lists others
     t_list=(80.0, 1.0),              # noise levels of the sampler's steps, where it has as many
     ema=("ema:power=0.1",),

@@ -21,7 +21,7 @@ sizes = dict(dev=dict(x_shape=(16, 128, 128), depth=19, single_depth=38, dim=307
 
 
 def make(size, /, label_dim=0, **options):
-    """Net of a named size; options (those of `Flux`) override its entry. It takes no class labels."""
+    """Net of a named size; options (those of `Flux`) override its entry. It has no class labels."""
     return Flux(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 

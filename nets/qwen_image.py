@@ -19,7 +19,7 @@ sizes = dict(base=dict(x_shape=(16, 128, 128), depth=60, dim=3072, heads=24, axe
 
 
 def make(size, /, label_dim=0, **options):
-    """Net of a named size; options (those of `QwenImage`) override its entry. It takes no class labels."""
+    """Net of a named size; options (those of `QwenImage`) override its entry. It has no class labels."""
     return QwenImage(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 

@@ -24,7 +24,7 @@ sizes = dict(                            # depths: transformer layers of each le
 
 
 def make(size, /, label_dim=0, **options):
-    """Net of a named size; options (those of `UNet`) override its entry. It has no use for class labels."""
+    """Net of a named size; options (those of `UNet`) override its entry. It has no class labels."""
     return UNet(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 

@@ -62,6 +62,21 @@ def test_dit_and_sit_equal_the_reference(name, size, options, time, sign):
     assert "logvar" not in want or near(got["logvar"][:, None], want["logvar"])
     assert "pos_embed" not in want or near(net.pos_embed, want["pos_embed"], 1e-6)
 
+@pytest.mark.parametrize("steps, guidance", [(1, 1.0), (7, 1.0), (7, 4.0)])
+@torch.no_grad()
+def test_dit_teacher_samples_as_the_public_scheduler(steps, guidance):
+    diffusers = pytest.importorskip("diffusers")
+    net = load(make_net("dit:dit_s2", **DIT), golden_recipe.load("dit")[2])
+    scheduler = diffusers.DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False)
+    scheduler.set_timesteps(steps)
+    z, cond, uncond = torch.randn(2, 4, 8, 8), *(dict(label=torch.tensor(v)) for v in ([1, 5], [-1, -1]))
+    x = z
+    for t in scheduler.timesteps:
+        eps, empty = (net(x, (t / 1000).double().expand(2), c) for c in (cond, uncond))
+        x = scheduler.step(empty + guidance * (eps - empty), t, x).prev_sample
+    got = dit.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance)
+    assert near(got, x, 1e-5 * x.abs().max())           # of a random net they reach 100
+
 # ---- EDM2
 EDM2 = dict(x_shape=(3, 8, 8), label_dim=4, width=16, mult=(1, 2), blocks=3, attn=(4,), head_dim=8,
             logvar=True, logvar_dim=16)

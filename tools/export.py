@@ -1,33 +1,83 @@
-"""One file out of a checkpoint, sharded or not, on one process.
+"""Weights, or one file, out of a checkpoint, sharded or not, on one process.
 
     python tools/export.py RUN#ema OUT.safetensors      weights of the newest checkpoint's average
     python tools/export.py RUN/checkpoints/0010000.pth#student OUT.pth
+    python tools/export.py RUN#ema FOLDER               under the public model's keys, as diffusers reads them
     python tools/export.py RUN FOLDER/0010000.pth       all of it: a run of replicas or shards continues there
 
-The first two are weights by name, as a source for --teacher and for other programs. The last is a training
-checkpoint in one file, named by its iteration. Paths may be URLs. It needs the memory of what it writes.
+The first two are weights by this repository's names, as a source for --teacher. The third writes files of up
+to 5 GB with an index, the config.json of the teacher if that came from such a folder, and fewstep.json, which
+says what the student is: method, net, schedule, prediction, steps, their times, guidance. The last is a
+training checkpoint, named by its iteration. Paths may be URLs, but for FOLDER.
 """
+import json
 import sys
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import ckpt, common, files, startup, train  # noqa: E401, E402
+import ckpt, common, files, fill, startup, train  # noqa: E401, E402
+
+SHARD = 5 * 10 ** 9         # bytes of a file
+RECORD = ("method", "net", "steps", "t_list", "guidance", "sampler", "max_iter")
+
+
+def write_folder(out, held, state, source):
+    """held (weights by our names) as a folder of safetensors under the public names; state: the record."""
+    from safetensors.torch import save
+    cfg = state["config"]
+    with torch.device("meta"):
+        model = common.make_net(cfg["net"], label_dim=cfg.get("classes"))
+    ours = fill.theirs(model, next(iter(getattr(model, "layouts", {"": ()}))))
+    ours |= {key: key for key in held if key not in ours.values()}          # heads that public models lack
+    parts, size = [[]], 0
+    for key in sorted(k for k, own in ours.items() if own in held):
+        n = held[ours[key]].nbytes
+        if parts[-1] and size + n > SHARD:
+            parts, size = [*parts, []], 0
+        parts[-1].append(key)
+        size += n
+    base, where = "diffusion_pytorch_model", {}
+    for i, keys in enumerate(parts, 1):
+        name = f"{base}-{i:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else f"{base}.safetensors"
+        content = save({k: held[ours[k]].contiguous() for k in keys}, metadata=dict(format="pt"))
+        files.write(out / name, lambda f: f.write(content))                                     # noqa: B023
+        where |= dict.fromkeys(keys, name)
+    texts = {"fewstep.json": json.dumps({k: cfg[k] for k in RECORD if k in cfg} | dict(
+        schedule=model.schedule, pred=model.pred, entry=source["entry"], it=state["it"]), indent=1)}
+    if len(parts) > 1:
+        total = sum(v.nbytes for v in held.values())
+        texts[f"{base}.safetensors.index.json"] = json.dumps(
+            dict(metadata=dict(total_size=total), weight_map=where), indent=1)
+    teacher = state["sources"].get(cfg.get("teacher"))
+    at = ckpt.find(teacher["file"]) if teacher else None
+    if isinstance(at, Path) and at.is_dir():
+        config = ckpt.weight_files(at, teacher["entry"])[0].parent / "config.json"
+        if config.exists():
+            texts["config.json"] = config.read_text()
+    for name, text in texts.items():
+        files.write(out / name, lambda f: f.write(text.encode()))                               # noqa: B023
 
 
 def main(argv):
     if len(argv) != 2:
         return print(__doc__)
     out = files.place(argv[1])
-    if out.suffix not in (".pth", ".safetensors"):
-        raise common.BadInput(f"{out} must end in .pth or .safetensors")
-    if isinstance(out, Path):
-        startup.make_folder(out.parent, f"{out.parent} cannot be written to", "give another place")
+    if out.suffix not in (".pth", ".safetensors", ""):
+        raise common.BadInput(f"{out} must end in .pth or .safetensors, or be a folder")
     source = ckpt.resolve(argv[0])
     file = ckpt.find(source["file"])
+    if out.suffix == "" and (not source["entry"] or source["it"] < 0):
+        raise common.BadInput(f"{out} is a folder, for weights of a run: write RUN#ema or RUN#student")
+    if files.exists(out):
+        raise common.BadInput(f"{out} exists; give another name")
+    if isinstance(out, Path):
+        startup.make_folder(out if out.suffix == "" else out.parent, f"{out} cannot be written to",
+                            "give another place")
     if source["entry"]:
-        content = {k: v.contiguous() for k, v in ckpt.read(source).items()}
+        held = ckpt.read(source)
+        content = {k: v.contiguous() for k, v in held.items()} if out.suffix else {}
     else:
         content = ckpt.load_checkpoint(file)
         if out.name != file.name:
@@ -36,9 +86,9 @@ def main(argv):
         for kind in ckpt.KINDS:
             content[kind] = {name: dict(held.items()) for name, held in content[kind].items()}
         content["shards"] = dict(index={}, count=0, stamp="")
-    if files.exists(out):
-        raise common.BadInput(f"{out} exists; give another name")
-    if out.suffix == ".safetensors":
+    if out.suffix == "":
+        write_folder(out, held, ckpt.load_checkpoint(file), source)
+    elif out.suffix == ".safetensors":
         from safetensors.torch import save
         files.write(out, lambda f: f.write(save(content)))
     else:
