@@ -1,6 +1,7 @@
 """Public weights into nets and students back out: folders of diffusers, the hub, layouts of keys."""
 import importlib
 import json
+import resource
 import shutil
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 import ckpt
 import export
 import golden_recipe
+import logs
+import run
 import sample
+import trainer
 from common import make_net
 from run import differing, refused
 from test_public_nets import FLOW, SDS, pair, unet
@@ -36,7 +40,7 @@ def filled(source, spec, **options):
     pinned = ckpt.resolve(source)
     return sample.frozen(dict(net=model), dict(net=source), {source: ckpt.read(pinned)})["net"], pinned
 
-def test_a_folder_of_diffusers_a_pipeline_and_the_hub_give_the_weights_bit_for_bit(public, tmp_path, monkeypatch):
+def test_a_folder_a_pipeline_and_the_hub_give_the_weights_bit_for_bit(public, tmp_path, monkeypatch):
     reference, spec, folder = public
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) >= 4
@@ -119,3 +123,34 @@ def test_keys_of_other_layouts_are_found_out(name, layout, tmp_path, monkeypatch
     t, r = torch.tensor([0.75, 0.2]), dict(r=torch.tensor([0.5, 0.1]).double()) if layout == "fastgen" else {}
     t = t.double() if r else torch.tensor([0.25, 0.999]).double()
     assert (net(x, t, dict(label=torch.tensor([3, -1])), **r) - want).abs().max() < 2e-5
+
+BIG = "dit:dit_xl2,depth=10,x_shape=(1,8,8),learn_sigma=False"              # 244 M parameters
+
+def write_big(folder):
+    from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as name
+    from huggingface_hub import save_torch_state_dict
+    folder.mkdir()
+    save_torch_state_dict(make_net(BIG, label_dim=10).state_dict(), folder, filename_pattern=name.replace(
+        ".safetensors", "{suffix}.safetensors"), max_shard_size="200MB")
+    return sum(f.stat().st_size for f in folder.iterdir()) / 1e9
+
+def loading(folder, parallel):
+    """GB that the process grew by, at its peak, until its net was filled."""
+    peak, found = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, []
+    idle = peak()
+    def filled(*args):
+        found.append(peak() - idle)
+        raise KeyboardInterrupt                         # that is all
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(logs, "describe", filled)
+        trainer.train(*run.setup("sft", net=BIG, teacher=str(folder), parallel=parallel, batch_size=2, ema=(),
+                                 name=f"big_{parallel}", t_dist="uniform"))
+    return found[0]
+
+@pytest.mark.slow
+def test_loading_needs_one_model_or_one_shard(tmp_path):
+    """At most 1.3 times the model on one process, its shard and a quarter on each of two."""
+    size, = run.ranks(1, write_big, tmp_path / "big")
+    one, two = run.ranks(1, loading, tmp_path / "big", "ddp"), run.ranks(2, loading, tmp_path / "big", "fsdp")
+    print(f"GB: the files {size:.3f}, one process {one[0]:.3f}, each of two {two[0]:.3f} {two[1]:.3f}")
+    assert one[0] < 1.3 * size and max(two) < 0.75 * size
