@@ -22,6 +22,7 @@ import functools
 import importlib
 import math
 import random
+import re
 import zlib
 from pathlib import Path
 
@@ -680,7 +681,7 @@ def drop_condition(cond, uncond, p, keep=()):
 
 def make_net(spec, **options):
     """"edm:cifar10,label_dim=20" -> make("cifar10", label_dim=20) of nets/edm.py; the spec's options win."""
-    head, *rest = spec.split(",")
+    head, *rest = re.split(r",(?![^(]*\))", spec)         # not inside of x_shape=(4,8,8)
     family, _, size = head.partition(":")
     files = (Path(__file__).resolve().parent / "nets").glob("*.py")
     known(f"net {spec}: family", family, sorted(f.stem for f in files if "\ndef make(" in f.read_text()))

@@ -7,11 +7,13 @@
     data = "set.npz"       image | images | x | arr_0, uint8 or float in [-1, 1], as NHWC, NCHW or NHW;
                            label | labels | y, integers (N,), or none
     data = "some/pairs"    what tools/make_pairs.py wrote, or its URL; the last twentieth is held out
+    data = "{000..010}.tar"    WebDataset tars, or a folder of them (class Tars below)
 
 dataset.json is {"labels": [["00000/img00000000.png", 3], ...]}, or null in place of the list. All images of
 a set have one size. The first file (in sorted order) sets the channels: grey (also 16-bit) makes a
 1-channel set in which a colour file is an error, anything else makes an RGB set. Transparent pixels are
-laid over white.
+laid over white. A folder in which NAME.txt stands beside NAME.png has captions. With --encoders images are
+resized (short side, bicubic) and cut (centre) to what the net takes, tars' images always.
 
 Position p of the training stream is image permutation[p % n] of epoch p // n, and its flip and augmentation
 are drawn from (seed, p). So what a batch holds depends on seed and iteration alone: not on ranks, threads
@@ -19,7 +21,10 @@ or a resume.
 """
 import io
 import json
+import operator
 import os
+import re
+import tarfile
 import threading
 import zipfile
 from collections import deque
@@ -33,7 +38,8 @@ import torch
 
 import augment
 import files
-from common import BadInput, alpha_sigma
+from common import BadInput, alpha_sigma, known
+from nets import encoders
 
 root = Path(__file__).resolve().parent
 suffixes = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
@@ -63,9 +69,11 @@ def load(cfg, split="train"):
     source, classes = cfg[key], cfg.get("classes", -1)
     if source == "digits":
         return Images(source, *digits(split), classes, split)
+    if tars := tar_files(source):
+        return Tars(tars, cfg, split)
     path, url = files.place(source), "://" in source
     if not url and not os.path.exists(path):
-        raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, an .npz, digits "
+        raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, .npz, .tar, digits "
                        f"or pairs (`torchrun tools/make_pairs.py --out {source}` makes some)")
     if url or pairs_meta(path):
         return Pairs(path, cfg, split)
@@ -73,11 +81,18 @@ def load(cfg, split="train"):
     if read is None:
         raise BadInput(f"--{key} {source} is neither a folder, a .zip, an .npz nor digits")
     with reading(path):
-        return Images(path, *read(path), classes, split)
+        names, get, label = read(path)
+    shape = encoders.image_shape(cfg) if cfg.get("encoders") else None
+    images = Images(path, names, lambda name: cut(get(name), shape), label, classes, split)
+    if path.is_dir() and any(caption_of(path, name).exists() for name in names):
+        images.texts = lambda ids: dict(caption=[caption(path, names[i]) for i in ids])
+    return images
 
 
 class Images:
-    """Images by name, as read(name) gives them: (C, H, W), uint8 or float32 in [-1, 1]; labels or None."""
+    """Images by name, as read(name) gives them: (C, H, W), uint8 or float32 in [-1, 1]; labels or None.
+    texts(indices), where there is such a method: what encoders.conditions takes as texts."""
+    kind = "image"                                      # else latent, moments, vae_moments: encoders.encode
 
     def __init__(self, path, names, read, label, classes, split):
         if not names:
@@ -118,6 +133,29 @@ def check_labels(label, names, classes, path):
                            f"are integers from 0 to {limit - 1}")
     label = np.asarray(label, np.int64)
     return label, classes if classes > 0 else int(label.max()) + 1
+
+
+def cut(image, shape):
+    """uint8 image (c, h, w) -> (C, H, W) = shape: short side by bicubic, centre cut, grey to 3 channels."""
+    from PIL import Image
+    if shape is None or image.dtype != np.uint8 or image.shape == shape:
+        return image
+    (c, h, w), (channels, height, width) = image.shape, shape
+    scale = max(height / h, width / w)
+    size = max(width, round(w * scale)), max(height, round(h * scale))
+    planes = [np.asarray(Image.fromarray(plane).resize(size, Image.BICUBIC)) for plane in image]
+    top, left = (size[1] - height) // 2, (size[0] - width) // 2
+    image = np.stack(planes)[:, top:top + height, left:left + width]
+    return np.repeat(image, channels, 0) if c == 1 else image
+
+
+def caption_of(path, name):
+    return (path / name).with_suffix(".txt")
+
+
+def caption(path, name):
+    with reading(f"{caption_of(path, name)}, the caption of {name},"):
+        return caption_of(path, name).read_text().strip()
 
 
 # ---------------------------------------- formats: path -> (names, read(name) -> image, labels or None)
@@ -253,6 +291,136 @@ def pairs_shard(path, meta, k):
     raise BadInput(f"{file} is missing or not whole; the command that made {path} makes the rest")
 
 
+# ---------------------------------------------------------------- WebDataset tars
+
+MEMBERS = dict(                                         # kind: members that are it, in order of preference
+    image="jpg;jpeg;png;webp", latent="latent.npy;latent.pth", moments="moments.npy;moments.pth",
+    vae_moments="vae_moments.npy;vae_moments.pth", label="cls", json="json", caption="txt;caption",
+    cond="cond.safetensors", text="txt_emb.npy;txt_emb.pth", pooled="pooled.npy;pooled.pth",
+    text_mask="text_mask.npy")
+STORED, COND = ("latent", "moments", "vae_moments", "image"), ("text", "pooled", "text_mask")
+COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
+           "<": operator.lt}
+
+
+def webdataset():
+    try:
+        import webdataset
+        import webdataset.autodecode
+    except ImportError as e:
+        raise BadInput(f"tars need the webdataset library ({e}); pip install webdataset") from e
+    return webdataset
+
+
+def tar_files(source):
+    """The tars that "{000..010}.tar" or a folder of tars names; [] where it names none."""
+    path = os.path.expanduser(source)
+    if "://" in source or not path.endswith(".tar"):
+        return [] if "://" in source else sorted(Path(path).glob("*.tar"))
+    return [Path(p) for p in webdataset().shardlists.expand_urls(path)]
+
+
+def listed(tar):
+    """[(key, {member: (offset, size)})] of a tar, by its headers alone; the library groups them."""
+    with reading(tar), tarfile.open(tar, "r:") as f:
+        members = [dict(fname=m.name, data=(m.offset_data, m.size), __url__="") for m in f if m.isfile()]
+        return [(sample["__key__"], {k: v for k, v in sample.items() if k[:2] != "__"})
+                for sample in webdataset().tariterators.group_by_keys(members)]
+
+
+def value(name, content):
+    """What the bytes of a file of this name hold: image, tensors, text, int, json. Never a pickle's code."""
+    import safetensors.torch
+    end, others = f".{name.lower()}".rpartition(".")[2], ("npy", "txt", "cls", "json")
+    own = dict.fromkeys((s[1:] for s in suffixes), decode) | dict(
+        safetensors=safetensors.torch.load, caption=bytes.decode,
+        pth=lambda b: torch.load(io.BytesIO(b), map_location="cpu", weights_only=True))
+    known("file type", end, [*own, *others])
+    found = own[end](content) if end in own else webdataset().autodecode.basichandlers(name, content)
+    return torch.from_numpy(found) if end == "npy" else found
+
+
+class Tars(Images):
+    """Samples of WebDataset tars, read at random, so the stream's order is that of any data. At the start
+    the headers of every tar are read (some 20 us a member, more over a network; labels and json of a filter
+    too), on every rank, and stay in memory (some 0.7 KB a sample). Nothing is written.
+
+    data_keys: kind=member;other, kinds of MEMBERS, which holds where this is (). A sample lacks nothing that
+    the first one has. cond is a dict of text (L, D), pooled (P,), text_mask (L,), which may lie apart.
+    data_constants: uncond=FILE, such a dict for all, or text=FILE, ... a tensor each, beside the tars.
+    data_ignore: a file of keys, or TAR:KEY, one a line. data_filter: field>=number or field==text in json
+    (> < <= != too); all must hold, and what lacks a field is left out.
+    """
+
+    def __init__(self, tars, cfg, split):
+        own, fixed = (dict(str(entry).partition("=")[::2] for entry in cfg.get(key, ()))
+                      for key in ("data_keys", "data_constants"))
+        tests = [re.fullmatch("([^<>=!]+)(>=|<=|==|!=|>|<)(.+)", str(t)) for t in cfg.get("data_filter", ())]
+        if None in tests or own.keys() - MEMBERS or fixed.keys() - {"uncond", *COND}:
+            raise BadInput(f"--data_keys are kind=member of {', '.join(MEMBERS)}, --data_constants uncond=FILE "
+                           f"or {', '.join(COND)}, --data_filter field>=5 (> < <= == !=)")
+        ignored = set(Path(cfg["data_ignore"]).read_text().split("\n")) if cfg.get("data_ignore") else set()
+        keys, kinds, self.samples, folder = own or MEMBERS, tuple(own), [], tars[0].parent
+        for tar in tars:
+            for key, members in listed(tar):
+                if {key, f"{tar.name}:{key}"} & ignored:
+                    continue
+                names = {k: next((n for n in keys[k].split(";") if n in members), "") for k in kinds or keys}
+                kinds = kinds or tuple(k for k in names if names[k])
+                if lacking := [k for k in kinds if not names[k]]:
+                    raise BadInput(f"{tar}: sample {key} has no {lacking[0]} ({keys[lacking[0]]}) but "
+                                   f"{', '.join(members)}; change --data_keys or list it in --data_ignore")
+                sample = tar, key, {k: (names[k], *members[names[k]]) for k in kinds}
+                if all(holds(self.member(sample, "json"), *test.groups()) for test in tests):
+                    self.samples.append(sample)
+        self.kinds, self.about = kinds, dict(kinds=list(kinds))
+        self.kind = next((k for k in STORED if k in kinds), "image")
+        self.size = encoders.image_shape(cfg) if self.kind == "image" else None
+        if self.kind != "image" and (cfg.get("xflip") or cfg.get("augment")):
+            raise BadInput(f"{folder} holds latents; leave out --xflip and --augment")
+        if not fixed and (folder / "uncond.safetensors").exists():
+            fixed = dict(uncond="uncond.safetensors")
+        given = {k: value(v, files.read(folder / v) or b"") for k, v in fixed.items()}
+        self.uncond = {k: v[None] for k, v in (given.pop("uncond", {}) | given).items()}    # (1, L, D), ...
+        label = [self.member(sample, "label") for sample in self.samples] if "label" in kinds else None
+        super().__init__(folder, range(len(self.samples)), self.image, label, cfg.get("classes", -1), split)
+        if {"caption", "cond", "text"} & {*kinds}:
+            self.texts = self.texts_of
+
+    def member(self, sample, kind):
+        tar, key, members = sample
+        if kind not in members:
+            raise BadInput(f"{tar}: sample {key} has no {kind}; name its member in --data_keys")
+        name, offset, size = members[kind]
+        with reading(f"{tar}: {key}.{name}"), open(tar, "rb") as f:
+            f.seek(offset)
+            return value(name, f.read(size))
+
+    def image(self, i):
+        stored = self.member(self.samples[i], self.kind)
+        return cut(stored, self.size) if self.kind == "image" else stored.float().numpy()
+
+    def texts_of(self, ids):
+        every = [{k: self.member(self.samples[i], k) for k in self.kinds if k in ("caption", "cond", *COND)}
+                 for i in ids]
+        found = {} if "caption" not in self.kinds else dict(caption=[s.pop("caption") for s in every])
+        if any(every):
+            parts = [s.pop("cond", {}) | s for s in every]
+            parts = encoders.level(*({k: v[None] for k, v in part.items()} for part in parts))
+            found |= dict(cond={k: torch.cat([part[k] for part in parts]) for k in parts[0]},
+                          uncond=self.uncond)
+        return found
+
+
+def holds(record, field, compare, text):
+    """Is record[field] there, and does it compare so with the text, or where it is a number, with that?"""
+    try:
+        found = record[field]
+        return COMPARE[compare](found, text if isinstance(found, str) else float(text))
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
 # ---------------------------------------------------------------- order
 
 @lru_cache(maxsize=4)
@@ -309,13 +477,14 @@ class Loader:
             image, label = self.dataset.get(i)
             images.append(image[:, :, ::-1] if self.xflip and rngs[k].random() < 0.5 else image)
             labels.append(label)
-        raw = dict(image=torch.from_numpy(np.stack(images)), label=torch.tensor(labels),
-                   id=torch.from_numpy(ids))
-        if hasattr(self.dataset, "states"):
-            raw |= self.dataset.states(ids)
+        raw = {self.dataset.kind: torch.from_numpy(np.stack(images)), "label": torch.tensor(labels),
+               "id": torch.from_numpy(ids)}
+        for more in "states", "texts":
+            if hasattr(self.dataset, more):
+                raw |= getattr(self.dataset, more)(ids)
         if self.p:
             raw["augment"] = torch.from_numpy(augment.draw(rngs, self.p, self.ops))
-        return {k: v.pin_memory() for k, v in raw.items()} if self.pin else raw
+        return pinned(raw) if self.pin else raw
 
     def close(self):
         """Ends the threads: each stops at its next image."""
@@ -323,3 +492,9 @@ class Loader:
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
             self.queue.clear()
+
+
+def pinned(raw):
+    if isinstance(raw, dict):
+        return {k: pinned(v) for k, v in raw.items()}
+    return raw.pin_memory() if torch.is_tensor(raw) else raw

@@ -20,8 +20,8 @@ sizes = dict(dev=dict(x_shape=(16, 128, 128), depth=19, single_depth=38, dim=307
                       axes=(16, 56, 56), text_dim=4096, pooled_dim=768))
 
 
-def make(size, /, **options):
-    """Net of a named size; options (those of `Flux`) override its entry."""
+def make(size, /, label_dim=0, **options):
+    """Net of a named size; options (those of `Flux`) override its entry. It has no use for class labels."""
     return Flux(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 

@@ -18,8 +18,8 @@ sizes = dict(base=dict(x_shape=(16, 128, 128), depth=60, dim=3072, heads=24, axe
                        text_dim=3584))
 
 
-def make(size, /, **options):
-    """Net of a named size; options (those of `QwenImage`) override its entry."""
+def make(size, /, label_dim=0, **options):
+    """Net of a named size; options (those of `QwenImage`) override its entry; class labels are not used."""
     return QwenImage(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 
