@@ -82,17 +82,17 @@ def load(cfg, split="train"):
         raise BadInput(f"--{key} {source} is neither a folder, a .zip, an .npz nor digits")
     with reading(path):
         names, get, label = read(path)
-    shape = encoders.image_shape(cfg) if cfg.get("encoders") else None
+    shape = encoders.shapes(cfg) if cfg.get("encoders") else None
     images = Images(path, names, lambda name: cut(get(name), shape), label, classes, split)
-    if path.is_dir() and any(caption_of(path, name).exists() for name in names):
-        images.texts = lambda ids: dict(caption=[caption(path, names[i]) for i in ids])
+    if path.is_dir() and any((path / name).with_suffix(".txt").exists() for name in names):
+        images.texts = lambda ids: dict(caption=[caption((path / names[i]).with_suffix(".txt")) for i in ids])
     return images
 
 
 class Images:
     """Images by name, as read(name) gives them: (C, H, W), uint8 or float32 in [-1, 1]; labels or None.
     texts(indices), where there is such a method: what encoders.conditions takes as texts."""
-    kind = "image"                                      # else latent, moments, vae_moments: encoders.encode
+    kind = "image"                                      # else latent, moments: encoders.encode
 
     def __init__(self, path, names, read, label, classes, split):
         if not names:
@@ -149,13 +149,9 @@ def cut(image, shape):
     return np.repeat(image, channels, 0) if c == 1 else image
 
 
-def caption_of(path, name):
-    return (path / name).with_suffix(".txt")
-
-
-def caption(path, name):
-    with reading(f"{caption_of(path, name)}, the caption of {name},"):
-        return caption_of(path, name).read_text().strip()
+def caption(file):
+    with reading(f"the caption {file}"):
+        return file.read_text().strip()
 
 
 # ---------------------------------------- formats: path -> (names, read(name) -> image, labels or None)
@@ -294,11 +290,9 @@ def pairs_shard(path, meta, k):
 # ---------------------------------------------------------------- WebDataset tars
 
 MEMBERS = dict(                                         # kind: members that are it, in order of preference
-    image="jpg;jpeg;png;webp", latent="latent.npy;latent.pth", moments="moments.npy;moments.pth",
-    vae_moments="vae_moments.npy;vae_moments.pth", label="cls", json="json", caption="txt;caption",
-    cond="cond.safetensors", text="txt_emb.npy;txt_emb.pth", pooled="pooled.npy;pooled.pth",
-    text_mask="text_mask.npy")
-STORED, COND = ("latent", "moments", "vae_moments", "image"), ("text", "pooled", "text_mask")
+    latent="latent.npy;latent.pth", moments="moments.npy;moments.pth", image="jpg;jpeg;png;webp", label="cls",
+    caption="txt;caption", cond="cond.safetensors", text="txt_emb.npy;txt_emb.pth", json="json",
+    pooled="pooled.npy;pooled.pth", text_mask="text_mask.npy")
 COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
            "<": operator.lt}
 
@@ -307,17 +301,16 @@ def webdataset():
     try:
         import webdataset
         import webdataset.autodecode
+        return webdataset
     except ImportError as e:
         raise BadInput(f"tars need the webdataset library ({e}); pip install webdataset") from e
-    return webdataset
 
 
 def tar_files(source):
     """The tars that "{000..010}.tar" or a folder of tars names; [] where it names none."""
     path = os.path.expanduser(source)
-    if "://" in source or not path.endswith(".tar"):
-        return [] if "://" in source else sorted(Path(path).glob("*.tar"))
-    return [Path(p) for p in webdataset().shardlists.expand_urls(path)]
+    return [] if "://" in path else sorted(Path(path).glob("*.tar")) if not path.endswith(".tar") else [
+        Path(p) for p in webdataset().shardlists.expand_urls(path)]
 
 
 def listed(tar):
@@ -331,57 +324,56 @@ def listed(tar):
 def value(name, content):
     """What the bytes of a file of this name hold: image, tensors, text, int, json. Never a pickle's code."""
     import safetensors.torch
-    end, others = f".{name.lower()}".rpartition(".")[2], ("npy", "txt", "cls", "json")
     own = dict.fromkeys((s[1:] for s in suffixes), decode) | dict(
         safetensors=safetensors.torch.load, caption=bytes.decode,
         pth=lambda b: torch.load(io.BytesIO(b), map_location="cpu", weights_only=True))
-    known("file type", end, [*own, *others])
+    end = name.lower().rpartition(".")[2]
+    known(f"{name}: file type", end, [*own, "npy", "txt", "cls", "json"])
     found = own[end](content) if end in own else webdataset().autodecode.basichandlers(name, content)
     return torch.from_numpy(found) if end == "npy" else found
 
 
 class Tars(Images):
     """Samples of WebDataset tars, read at random, so the stream's order is that of any data. At the start
-    the headers of every tar are read (some 20 us a member, more over a network; labels and json of a filter
+    the headers of all tars are read (some 20 us a member, more over a network; labels and a filter's json
     too), on every rank, and stay in memory (some 0.7 KB a sample). Nothing is written.
 
     data_keys: kind=member;other, kinds of MEMBERS, which holds where this is (). A sample lacks nothing that
-    the first one has. cond is a dict of text (L, D), pooled (P,), text_mask (L,), which may lie apart.
-    data_constants: uncond=FILE, such a dict for all, or text=FILE, ... a tensor each, beside the tars.
-    data_ignore: a file of keys, or TAR:KEY, one a line. data_filter: field>=number or field==text in json
-    (> < <= != too); all must hold, and what lacks a field is left out.
+    the first one has. cond is a dict of text (L, D), pooled (P,), text_mask (L,), which may lie apart;
+    data_uncond a file of one for all samples, or of its text alone. data_ignore: a file of keys, or TAR:KEY,
+    one a line. data_filter: field>=number, field==text (> < <= != too) in json, all must hold; what lacks a
+    field is left out.
     """
 
     def __init__(self, tars, cfg, split):
-        own, fixed = (dict(str(entry).partition("=")[::2] for entry in cfg.get(key, ()))
-                      for key in ("data_keys", "data_constants"))
+        folder, own = tars[0].parent, dict(str(e).partition("=")[::2] for e in cfg.get("data_keys", ()))
         tests = [re.fullmatch("([^<>=!]+)(>=|<=|==|!=|>|<)(.+)", str(t)) for t in cfg.get("data_filter", ())]
-        if None in tests or own.keys() - MEMBERS or fixed.keys() - {"uncond", *COND}:
-            raise BadInput(f"--data_keys are kind=member of {', '.join(MEMBERS)}, --data_constants uncond=FILE "
-                           f"or {', '.join(COND)}, --data_filter field>=5 (> < <= == !=)")
+        for kind in own:
+            known("--data_keys", kind, MEMBERS)
+        if None in tests:
+            raise BadInput(f"--data_filter {cfg['data_filter']} is not field>=5 (or with > < <= == !=)")
         ignored = set(Path(cfg["data_ignore"]).read_text().split("\n")) if cfg.get("data_ignore") else set()
-        keys, kinds, self.samples, folder = own or MEMBERS, tuple(own), [], tars[0].parent
-        for tar in tars:
-            for key, members in listed(tar):
-                if {key, f"{tar.name}:{key}"} & ignored:
-                    continue
-                names = {k: next((n for n in keys[k].split(";") if n in members), "") for k in kinds or keys}
-                kinds = kinds or tuple(k for k in names if names[k])
-                if lacking := [k for k in kinds if not names[k]]:
-                    raise BadInput(f"{tar}: sample {key} has no {lacking[0]} ({keys[lacking[0]]}) but "
-                                   f"{', '.join(members)}; change --data_keys or list it in --data_ignore")
-                sample = tar, key, {k: (names[k], *members[names[k]]) for k in kinds}
-                if all(holds(self.member(sample, "json"), *test.groups()) for test in tests):
-                    self.samples.append(sample)
+        keys, kinds, self.samples = own or MEMBERS, tuple(own), []
+        for tar, (key, members) in ((tar, sample) for tar in tars for sample in listed(tar)):
+            if {key, f"{tar.name}:{key}"} & ignored:
+                continue
+            names = {k: next((n for n in keys[k].split(";") if n in members), "") for k in kinds or keys}
+            kinds = kinds or tuple(k for k in names if names[k])
+            if lacking := [k for k in kinds if not names[k]]:
+                raise BadInput(f"{tar}: sample {key} has no {lacking[0]} ({keys[lacking[0]]}) but "
+                               f"{', '.join(members)}; change --data_keys or list it in --data_ignore")
+            sample = tar, key, {k: (names[k], *members[names[k]]) for k in kinds}
+            if all(holds(self.member(sample, "json"), *test.groups()) for test in tests):
+                self.samples.append(sample)
         self.kinds, self.about = kinds, dict(kinds=list(kinds))
-        self.kind = next((k for k in STORED if k in kinds), "image")
-        self.size = encoders.image_shape(cfg) if self.kind == "image" else None
+        self.kind = next((k for k in ("latent", "moments") if k in kinds), "image")
+        self.size = encoders.shapes(cfg) if self.kind == "image" and cfg.get("net") else None
         if self.kind != "image" and (cfg.get("xflip") or cfg.get("augment")):
             raise BadInput(f"{folder} holds latents; leave out --xflip and --augment")
-        if not fixed and (folder / "uncond.safetensors").exists():
-            fixed = dict(uncond="uncond.safetensors")
-        given = {k: value(v, files.read(folder / v) or b"") for k, v in fixed.items()}
-        self.uncond = {k: v[None] for k, v in (given.pop("uncond", {}) | given).items()}    # (1, L, D), ...
+        file = files.place(cfg.get("data_uncond") or folder / "uncond.safetensors")
+        blank = value(file.name, files.read(file)) if cfg.get("data_uncond") or files.exists(file) else {}
+        blank = blank if isinstance(blank, dict) else dict(text=blank)
+        self.uncond = {k: v[None] for k, v in blank.items()}                    # (1, L, D), ...
         label = [self.member(sample, "label") for sample in self.samples] if "label" in kinds else None
         super().__init__(folder, range(len(self.samples)), self.image, label, cfg.get("classes", -1), split)
         if {"caption", "cond", "text"} & {*kinds}:
@@ -401,9 +393,9 @@ class Tars(Images):
         return cut(stored, self.size) if self.kind == "image" else stored.float().numpy()
 
     def texts_of(self, ids):
-        every = [{k: self.member(self.samples[i], k) for k in self.kinds if k in ("caption", "cond", *COND)}
-                 for i in ids]
-        found = {} if "caption" not in self.kinds else dict(caption=[s.pop("caption") for s in every])
+        told = [k for k in self.kinds if k in ("caption", "cond", "text", "pooled", "text_mask")]
+        every = [{k: self.member(self.samples[i], k) for k in told} for i in ids]
+        found = dict(caption=[s.pop("caption") for s in every]) if "caption" in told else {}
         if any(every):
             parts = [s.pop("cond", {}) | s for s in every]
             parts = encoders.level(*({k: v[None] for k, v in part.items()} for part in parts))
@@ -413,12 +405,9 @@ class Tars(Images):
 
 
 def holds(record, field, compare, text):
-    """Is record[field] there, and does it compare so with the text, or where it is a number, with that?"""
-    try:
-        found = record[field]
-        return COMPARE[compare](found, text if isinstance(found, str) else float(text))
-    except (KeyError, TypeError, ValueError):
-        return False
+    with suppress(KeyError, TypeError, ValueError):
+        return COMPARE[compare](record[field], text if isinstance(record[field], str) else float(text))
+    return False
 
 
 # ---------------------------------------------------------------- order
@@ -484,7 +473,9 @@ class Loader:
                 raw |= getattr(self.dataset, more)(ids)
         if self.p:
             raw["augment"] = torch.from_numpy(augment.draw(rngs, self.p, self.ops))
-        return pinned(raw) if self.pin else raw
+        pin = lambda v: ({k: pin(e) for k, e in v.items()} if isinstance(v, dict) else           # noqa: E731
+                         v.pin_memory() if torch.is_tensor(v) else v)
+        return pin(raw) if self.pin else raw
 
     def close(self):
         """Ends the threads: each stops at its next image."""
@@ -492,9 +483,3 @@ class Loader:
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
             self.queue.clear()
-
-
-def pinned(raw):
-    if isinstance(raw, dict):
-        return {k: pinned(v) for k, v in raw.items()}
-    return raw.pin_memory() if torch.is_tensor(raw) else raw

@@ -55,7 +55,7 @@ def plan(method, cfg, world, local, defaults):
     check_nets(method, cfg, nets, defaults, hasattr(dataset, "texts"))
     val_set = data.load(cfg, split="val") if cfg["val_every"] else dataset
     for key, some in ("data", dataset), ("val_data", val_set):
-        shape = encoders.space(some.shape, some.kind, cfg)
+        shape = encoders.shapes(cfg, some.shape, some.kind)
         if shape != tuple(nets["student"].x_shape):
             raise BadInput(f"--{key} {cfg[key]} has samples of shape {shape}, --net {cfg['net']} "
                            f"takes {tuple(nets['student'].x_shape)}; choose a net of that shape")

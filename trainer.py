@@ -43,7 +43,7 @@ defaults = dict(
     data="digits",           # "digits" (embedded), a folder of images or pairs, a .zip, an .npz: data.py
     classes=-1,              # classes the nets are built for: -1 = those of the data, 0 = unconditional
     data_keys=(),            # tars: kind=member;other, e.g. image=jpg,caption=txt; "" = the usual ones
-    data_constants=(),       # tars: files for all samples; "" = uncond=uncond.safetensors where that is there
+    data_uncond="",          # tars: file of the negative embedding; "" = their uncond.safetensors, if any
     data_ignore="",          # tars: a file of keys, one a line, that are left out; "" = none
     data_filter=(),          # tars: tests of the member json, e.g. aesthetic>=5.5; "" = none
     encoders="",             # folder or hub id of a diffusers pipeline or VAE; "" = data in the net's space

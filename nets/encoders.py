@@ -1,11 +1,9 @@
 """Between what the loader gives and the space a net works in.
 
 With cfg["encoders"] == "" the data are in that space: pixels, or what tools/encode.py made of them. Otherwise
-it names a folder or hub id of diffusers: StableDiffusionPipeline, StableDiffusionXLPipeline, FluxPipeline or
-QwenImagePipeline, whose VAE encodes images and whose own encode_prompt does captions (lengths, masks, pooled
-and padding are its), or a VAE alone (stabilityai/sd-vae-ft-mse for DiT and SiT). They are loaded once a
-process, without the pipeline's net, frozen, in cfg["encoder_dtype"]; fp16 leaves a VAE that asks for it
-(force_upcast) in float32.
+it names a pipeline of diffusers (SD 1.5, SDXL, Flux, Qwen-Image), folder or hub id, whose VAE encodes images
+and whose own encode_prompt does captions, so lengths, masks and padding are the official ones; or a VAE alone
+(stabilityai/sd-vae-ft-mse for DiT and SiT). It is loaded once a process, frozen, without the net.
 """
 import functools
 from contextlib import contextmanager
@@ -21,7 +19,6 @@ from common import BadInput
 DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KNOWN = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "FluxPipeline", "QwenImagePipeline")
 ABSENT = ("unet", "transformer", "scheduler", "safety_checker", "feature_extractor", "image_encoder")
-TEXTS = ("text_encoder", "text_encoder_2")
 
 
 def encode(raw, cfg, device):
@@ -30,24 +27,21 @@ def encode(raw, cfg, device):
     uint8 v -> v / 127.5 - 1 (as EDM). Augmentations that the loader drew are applied here (x0 may then leave
     [-1, 1]) and both conditions carry their labels, augment (B, augment.dim(cfg)). Pairs come with the states
     x_t on the teacher's way to x0, path (B, P, C, H, W), at the times path_t (P,); path[:, 0] is sigma z.
-    Latents of a VAE are mean + std eps, eps of the default generator, and the mean where gradients are off
-    (validation). Those that are stored are latent (B, C, H, W), or moments (B, 2 C, H, W): mean and std.
+    Stored latents are in the net's space: latent (B, C, H, W), or moments (B, 2 C, H, W), mean and std. x0 is
+    mean + std eps, eps of the default generator, and the mean where gradients are off (validation).
     """
-    cond, uncond = conditions(raw["label"], cfg, device, raw)
     put = lambda v: v.to(device, non_blocking=True)                                              # noqa: E731
-    if "latent" in raw:
-        x0 = put(raw["latent"]).float()
-    elif "moments" in raw:
-        x0 = posterior(put(raw["moments"]))
-    elif "vae_moments" in raw:                          # as the VAE gives them, not scaled yet
-        x0 = posterior(scaled(put(raw["vae_moments"]), loaded(cfg).vae))
-    else:
-        x0 = pixels(put(raw["image"]))
-        if "augment" in raw:
-            x0, labels = augment.apply(x0, raw["augment"], augment.chosen(cfg))
-            cond["augment"] = uncond["augment"] = labels
-        if cfg.get("encoders"):
-            x0 = posterior(moments(x0, cfg, device))
+    (kind, x0), = ((k, put(raw[k])) for k in ("image", "latent", "moments") if k in raw)
+    x0 = x0.float() / 127.5 - 1 if x0.dtype == torch.uint8 else x0.float()
+    cond, uncond = conditions(raw["label"], cfg, device, raw)
+    if "augment" in raw:
+        x0, labels = augment.apply(x0, raw["augment"], augment.chosen(cfg))
+        cond["augment"] = uncond["augment"] = labels
+    if kind == "image" and cfg.get("encoders"):
+        kind, x0 = "moments", moments(x0, cfg, device)
+    if kind == "moments":
+        mean, std = x0.chunk(2, dim=1)
+        x0 = mean + std * torch.randn(mean.shape, device=device) if torch.is_grad_enabled() else mean
     batch = dict(x0=x0, cond=cond, uncond=uncond, id=put(raw["id"]))
     if "path" in raw:
         batch["path"] = put(raw["path"])
@@ -55,24 +49,19 @@ def encode(raw, cfg, device):
     return batch
 
 
-def pixels(image):
-    return image.float() / 127.5 - 1 if image.dtype == torch.uint8 else image.float()
-
-
 @torch.no_grad()
 def decode(x0, cfg):
     """x0 (B, C, H, W) -> uint8, clipped; the inverse of encode for every uint8 value. Latents go through the
     VAE of cfg["encoders"], one at a time; without one their first three channels are shown."""
     if cfg.get("encoders"):
-        device = torch.device(cfg.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
-        with using(("vae",), cfg, device) as found:
+        device = cfg["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        with using(cfg, device, "vae") as found:
             shift, scale = affine(found.vae, device)
             z = (x0.to(device).float() / scale + shift).to(found.vae.dtype)
-            z = z[:, :, None] if found.video else z     # (B, C, 1, H, W)
-            x0 = torch.cat([found.vae.decode(each).sample.flatten(2, -3).float().to(x0.device)
-                            for each in z.split(1)])
-    elif x0.shape[1] not in (1, 3):
-        x0 = x0[:, :3]
+            z = z[:, :, None] if found.video else z                                     # (B, C, 1, h, w)
+            image = torch.cat([found.vae.decode(each).sample for each in z.split(1)]).to(x0.device)
+            x0 = image[:, :, 0] if found.video else image
+    x0 = x0 if x0.shape[1] in (1, 3) else x0[:, :3]
     return (x0.float() * 127.5 + 128).clip(0, 255).to(torch.uint8)
 
 
@@ -82,9 +71,9 @@ def conditions(labels, cfg, device, texts={}):
     """Labels (B,) (tensor or list of int) -> (cond, uncond), each dict(label int64 (B,)), -1 = none:
     everywhere if cfg["classes"] is 0, and in uncond.
 
-    texts adds text (B, L, D), pooled (B, P), text_mask (B, L) to both: from its caption, a list of B str, or
-    as stored, cond and uncond, dicts of them (uncond's B may be 1). What is not stored as uncond is
-    encoded: texts["negative"], a list of B str, or cfg["negative_prompt"].
+    texts adds text (B, L, D), pooled (B, P), text_mask (B, L): of its caption, a list of B str, or as stored
+    in its cond and uncond, dicts of them (uncond: B or 1). An uncond that is not stored is encoded, from its
+    negative, a list of B str, or else from cfg["negative_prompt"].
     """
     labels, classes = torch.as_tensor(labels, dtype=torch.int64), cfg.get("classes", -1)
     if classes == 0:
@@ -93,202 +82,157 @@ def conditions(labels, cfg, device, texts={}):
         raise BadInput(f"classes are 0 to {classes - 1} (-1 = none), not {labels.min()} to {labels.max()}")
     labels = labels.to(device, non_blocking=True)
     cond, uncond = dict(label=labels), dict(label=torch.full_like(labels, -1))
-    encoded = cfg.get("encoders") and source(cfg)[0]    # of a pipeline, not of a VAE alone
-    if "cond" in texts:
-        told = {k: v.to(device, non_blocking=True) for k, v in texts["cond"].items()}
-    elif "caption" in texts and encoded:
-        told = prompts(texts["caption"], cfg, device)
-    else:
+    encoded = cfg.get("encoders") and described(cfg["encoders"], cfg["offline"])[0]
+    if "cond" not in texts and not ("caption" in texts and encoded):
         return cond, uncond
+    told = texts["cond"] if "cond" in texts else prompts(texts["caption"], cfg, device)
     if texts.get("uncond"):
-        blank = {k: v.to(device, non_blocking=True) for k, v in texts["uncond"].items()}
+        blank = texts["uncond"]
     elif encoded:
-        blank = negative(cfg, device) if "negative" not in texts else prompts(texts["negative"], cfg, device)
-    elif cfg.get("guidance", 1) == 1:
-        blank = {k: torch.zeros_like(v) for k, v in told.items()}
-    else:
+        blank = prompts(texts["negative"], cfg, device) if "negative" in texts else negative(cfg, device)
+    elif cfg.get("guidance", 1) != 1:
         raise BadInput(f"--guidance {cfg['guidance']} needs the embedding of a negative prompt, which the "
-                       "data lack; give it as --data_constants uncond=FILE.safetensors, or give --encoders")
-    for part, given in zip((cond, uncond), level(told, blank)):
-        part |= {k: v.expand(len(labels), *v.shape[1:]) for k, v in given.items()}
+                       "data lack; give --data_uncond FILE, or --encoders")
+    else:
+        blank = {k: torch.zeros_like(v) for k, v in told.items()}
+    put = lambda part: {k: v.to(device, non_blocking=True) for k, v in part.items()}             # noqa: E731
+    for whole, part in zip((cond, uncond), level(put(told), put(blank))):
+        whole |= {k: v.expand(len(labels), *v.shape[1:]) for k, v in part.items()}
     return cond, uncond
 
 
 def level(*parts):
-    """Conditions with texts of one length, the longest, and then masks where those lengths differ or any has
-    a mask: what is added is zeros, not seen."""
+    """The parts with texts (B, L, D) of one length; with text_mask where lengths differ or any has one."""
     longest = max(part["text"].shape[1] for part in parts)
     if all("text_mask" not in part and part["text"].shape[1] == longest for part in parts):
         return parts
-
-    def padded(part):
-        text = part["text"]                             # (B, L, D)
-        more, mask = longest - text.shape[1], part.get("text_mask", text.new_ones(text.shape[:2]))
-        return part | dict(text=F.pad(text, (0, 0, 0, more)), text_mask=F.pad(mask.float(), (0, more)))
-    return [padded(part) for part in parts]
+    masks = [part.get("text_mask", part["text"].new_ones(part["text"].shape[:2])) for part in parts]
+    more = [longest - mask.shape[1] for mask in masks]
+    return [part | dict(text=F.pad(part["text"], (0, 0, 0, n)), text_mask=F.pad(mask, (0, n)))
+            for part, mask, n in zip(parts, masks, more)]
 
 
 @torch.no_grad()
 def prompts(texts, cfg, device):
     """B str -> dict of text (B, L, D), and pooled or text_mask where the pipeline has them, in its type."""
-    with using(TEXTS, cfg, device) as found:
-        encode_prompt, how = found.pipe.encode_prompt, dict(device=device, num_images_per_prompt=1)
-        if found.kind == "QwenImagePipeline":
-            text, mask = encode_prompt(list(texts), max_sequence_length=512, **how)
-            return dict(text=text, text_mask=text.new_ones(text.shape[:2]) if mask is None else mask.to(text))
+    with using(cfg, device, "text_encoder", "text_encoder_2") as found:
+        how = dict(prompt=list(texts), device=device, num_images_per_prompt=1)
+        if "Diffusion" in found.kind:
+            text, _, *pooled = found.pipe.encode_prompt(do_classifier_free_guidance=False, **how)
+            return dict(text=text, pooled=pooled[0]) if pooled else dict(text=text)
+        text, other, *_ = found.pipe.encode_prompt(max_sequence_length=512, **how)
         if found.kind == "FluxPipeline":
-            text, pooled, _ = encode_prompt(list(texts), max_sequence_length=512, **how)
-            return dict(text=text, pooled=pooled)
-        text, _, *pooled = encode_prompt(list(texts), do_classifier_free_guidance=False, **how)
-        return dict(text=text, pooled=pooled[0]) if pooled else dict(text=text)
+            return dict(text=text, pooled=other)
+        return dict(text=text, text_mask=text.new_ones(text.shape[:2]) if other is None else other.to(text))
 
 
 def negative(cfg, device):
-    """cfg["negative_prompt"] as `prompts` of one text; "" as in the official pipelines: zeros where theirs
-    says so (SDXL's force_zeros_for_empty_prompt), Qwen-Image's blank, else an empty text."""
-    found, text = loaded(cfg), cfg.get("negative_prompt", "")
-    if (text, str(device)) not in found.negatives:
+    """cfg["negative_prompt"] as `prompts` of one text. "" is zeros where the pipeline's config says so (SDXL),
+    a blank for Qwen-Image (its model card), else the empty text."""
+    found, text = loaded(cfg), cfg["negative_prompt"]
+    if text not in found.negatives:
         blank = prompts([text or (" " if found.kind == "QwenImagePipeline" else "")], cfg, device)
-        if not text and found.pipe.config.get("force_zeros_for_empty_prompt"):
-            blank = {k: torch.zeros_like(v) for k, v in blank.items()}
-        found.negatives[text, str(device)] = blank
-    return found.negatives[text, str(device)]
+        zero = not text and found.pipe.config.get("force_zeros_for_empty_prompt")
+        found.negatives[text] = {k: v * 0 if zero else v for k, v in blank.items()}
+    return found.negatives[text]
 
 
 # ---------------------------------------------------------------- VAE
 
 @torch.no_grad()
 def moments(x, cfg, device):
-    """x (B, 1 or 3, H, W) in [-1, 1] -> mean and std of the latents in the net's space, float32, (B, 2 C, H /
-    f, W / f)."""
-    with using(("vae",), cfg, device) as found:
-        x = x.expand(-1, 3, -1, -1).to(device, found.vae.dtype)
-        given = found.vae.encode(x[:, :, None] if found.video else x).latent_dist
+    """x (B, 1 or 3, H, W) in [-1, 1] -> mean and std of its latents in the net's space, (B, 2 C, H/f, W/f)."""
+    with using(cfg, device, "vae") as found:
+        x = x.to(device, found.vae.dtype).expand(-1, 3, -1, -1)
+        given = found.vae.encode(x[:, :, None] if found.video else x).latent_dist       # (B, C, 1, h, w)
         mean, std = given.mean.float(), (given.logvar.float() / 2).exp()
-        both = torch.cat([mean, std], dim=1)
-        return scaled(both[:, :, 0] if found.video else both, found.vae)
-
-
-def posterior(moments):
-    mean, std = moments.float().chunk(2, dim=1)
-    return mean + std * torch.randn_like(mean) if torch.is_grad_enabled() else mean
-
-
-def scaled(moments, vae):
-    shift, scale = affine(vae, moments.device)
-    mean, std = moments.float().chunk(2, dim=1)
-    return torch.cat([(mean - shift) * scale, std * scale], dim=1)
+        (shift, scale), at = affine(found.vae, device), (slice(None), slice(None), 0) if found.video else ()
+        return torch.cat([(mean[at] - shift) * scale, std[at] * scale], dim=1)
 
 
 def affine(vae, device):
-    """(shift, scale), each (C or 1, 1, 1): the net sees (latent - shift) scale."""
-    c = vae.config
+    """(shift, scale), each (C or 1, 1, 1), by the VAE's config: the net sees (latent - shift) scale."""
     column = lambda v: torch.tensor(v, dtype=torch.float32, device=device).reshape(-1, 1, 1)     # noqa: E731
-    return (column(c.get("latents_mean") or c.get("shift_factor") or 0.0),
-            c.get("scaling_factor", 1.0) / column(c.get("latents_std") or 1.0))
+    get = vae.config.get
+    return (column(get("latents_mean") or get("shift_factor") or 0.0),
+            get("scaling_factor", 1.0) / column(get("latents_std") or 1.0))
 
 
-# ---------------------------------------------------------------- loading
+# ---------------------------------------------------------------- shapes, loading
+
+def shapes(cfg, shape=None, kind="image"):
+    """(C, H, W) of the images that cfg["net"] is trained on; or of the x0 that a sample of a kind becomes."""
+    vae = described(cfg["encoders"], cfg["offline"])[1] if cfg.get("encoders") else None
+    f = 2 ** len(vae.get("temperal_downsample") or vae["block_out_channels"][1:]) if vae else 1
+    if shape is None:
+        with torch.device("meta"):
+            c, h, w = common.make_net(cfg["net"]).x_shape
+        return 3 if vae else c, h * f, w * f
+    if kind == "image" and vae:
+        return vae.get("latent_channels", vae.get("z_dim")), shape[1] // f, shape[2] // f
+    return shape[0] // (2 if kind == "moments" else 1), *shape[1:]
+
 
 @contextmanager
 def speaking(name):
-    """diffusers, or BadInput in one sentence where it or what is asked of it fails."""
+    """Gives diffusers; what fails inside is BadInput: the libraries raise all kinds of errors."""
     try:
         import diffusers
         import transformers                             # noqa: F401
-    except ImportError as e:
-        raise BadInput(f"--encoders {name} needs diffusers and transformers ({e}); pip install diffusers "
-                       "transformers sentencepiece") from e
-    try:
         yield diffusers
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as e:
-        said = " ".join(str(e).split())[:300]
-        raise BadInput(f"--encoders {name} cannot be loaded ({type(e).__name__}: {said}); give the folder or "
-                       "hub id of a diffusers pipeline or VAE") from e
-
-
-def source(cfg):
-    """(name of the pipeline's class, "" for a VAE alone; its parts; the VAE's config file): no weights."""
-    return described(cfg["encoders"], cfg.get("offline", False))
+    except ImportError as e:
+        raise BadInput(f"--encoders {name}: {e}; pip install diffusers transformers sentencepiece") from e
+    except Exception as e:
+        raise BadInput(f"--encoders {name} cannot be loaded ({' '.join(str(e).split())[:300]}); give the "
+                       f"folder or hub id of one of {', '.join(KNOWN)}, or of a VAE") from e
 
 
 @functools.lru_cache
 def described(name, offline):
+    """(class of the pipeline, "" for a VAE alone; config of the VAE; parts): of small files, no weights."""
     with speaking(name) as diffusers:
-        index, where = {}, {}
         try:
             index = diffusers.DiffusionPipeline.load_config(name, local_files_only=offline)
-            where = dict(subfolder="vae")
         except OSError:                                 # no model_index.json
-            pass
-        vae = diffusers.AutoencoderKL.load_config(name, local_files_only=offline, **where)
-    kind = index.get("_class_name", "")
-    if kind not in ("", *KNOWN):
-        raise BadInput(f"--encoders {name} is a {kind}; known are {', '.join(KNOWN)} and a VAE alone")
-    return kind, [part for part in index if part[0] != "_"], vae
-
-
-def space(shape, kind, cfg):
-    """Shape (C, H, W) of x0 that samples of this shape and kind ("image", "moments", ...) become."""
-    c, h, w = shape
-    if kind == "image" and cfg.get("encoders"):
-        vae, f = source(cfg)[2], reduction(cfg)
-        return vae.get("latent_channels", vae.get("z_dim", 4)), h // f, w // f
-    return (c // 2 if "moments" in kind else c, h, w)
-
-
-def reduction(cfg):
-    vae = source(cfg)[2]
-    return 2 ** len(vae.get("temperal_downsample") or vae["block_out_channels"][1:])
-
-
-def image_shape(cfg):
-    """(C, H, W) of the images that cfg["net"] is trained on, or None where there is no such key."""
-    if not cfg.get("net"):
-        return None
-    c, h, w = net_shape(cfg["net"])
-    return (3, h * reduction(cfg), w * reduction(cfg)) if cfg.get("encoders") else (c, h, w)
-
-
-@functools.lru_cache
-def net_shape(spec):
-    with torch.device("meta"):
-        return common.make_net(spec).x_shape
+            index = {}
+        inside = dict(subfolder="vae") if index else {}
+        vae = diffusers.AutoencoderKL.load_config(name, local_files_only=offline, **inside)
+        if (kind := index.get("_class_name", "")) not in ("", *KNOWN):
+            raise ValueError(f"it is a {kind}")
+    return kind, vae, tuple(index)
 
 
 def loaded(cfg):
-    if not cfg.get("encoders"):
-        raise BadInput("such data need the scale of a VAE: give its --encoders")
-    return load(cfg["encoders"], cfg.get("encoder_dtype", "bf16"), cfg.get("offline", False))
+    return load(cfg["encoders"], cfg["encoder_dtype"], cfg["offline"])
 
 
 @functools.lru_cache(maxsize=1)
 def load(name, dtype, offline):
-    kind, parts, _ = described(name, offline)
+    kind, _, parts = described(name, offline)
     how = dict(dtype=DTYPES[dtype], local_files_only=offline)
-    with speaking(name) as diffusers:
+    with speaking(name) as diffusers, torch.random.fork_rng(devices=[]):     # weights are drawn, then read
         if kind:
             how |= {part: None for part in parts if part in ABSENT}
             pipe = diffusers.DiffusionPipeline.from_pretrained(name, **how)
         else:
             pipe = SimpleNamespace(vae=diffusers.AutoModel.from_pretrained(name, **how))
-    for part in ("vae", *TEXTS):
-        if (model := getattr(pipe, part, None)) is not None:
-            model.eval().requires_grad_(False)
-    if pipe.vae.dtype == torch.float16 and pipe.vae.config.get("force_upcast"):
-        pipe.vae.float()
-    return SimpleNamespace(kind=kind, pipe=pipe, vae=pipe.vae, negatives={},
+    found = {part: getattr(pipe, part, None) for part in ("vae", "text_encoder", "text_encoder_2")}
+    for model in filter(None, found.values()):
+        model.eval().requires_grad_(False)
+    if dtype == "fp16" and pipe.vae.config.get("force_upcast"):
+        pipe.vae.float()                                # as the pipelines: SDXL's overflows in float16
+    return SimpleNamespace(**found, kind=kind, pipe=pipe, negatives={},
                            video="temperal_downsample" in pipe.vae.config)
 
 
 @contextmanager
-def using(parts, cfg, device):
-    """What is loaded, with these parts on the device; afterwards, under encoder_offload, off it again."""
-    found, device = loaded(cfg), torch.device(device)
-    models = [m for part in parts if (m := getattr(found.pipe, part, None)) is not None]
+def using(cfg, device, *parts):
+    """What is loaded, with these parts on the device; under encoder_offload they leave it afterwards."""
+    found = loaded(cfg)
+    models = [getattr(found, part) for part in parts if getattr(found, part)]
     for model in models:
         model.to(device)
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(torch.device(device).type, enabled=False):
         yield found
     for model in models if cfg.get("encoder_offload") else ():
         model.to("cpu")

@@ -21,6 +21,7 @@ diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("webdataset")
 sys.path.insert(0, str(trainer.ROOT / "tools"))
+import encode  # noqa: E402
 
 WORDS = "a b c cat dog red blue on the mat".split()
 NETS = dict(
@@ -61,3 +62,81 @@ def pipeline(name):
     tokenizer, text = t5()
     return diffusers.FluxPipeline(diffusers.FlowMatchEulerDiscreteScheduler(), vae, clip("CLIPTextModel", 16),
                                   clip_tokenizer(), text, tokenizer, transformer=None)
+
+@pytest.fixture(scope="module", params=NETS)
+def made(request, tmp_path_factory):
+    """(name, pipeline, its folder, a tar of 8 captioned images, a few pixels more than the net takes)."""
+    folder, rng = tmp_path_factory.mktemp(request.param), np.random.default_rng(0)
+    pipe = pipeline(request.param)
+    pipe.save_pretrained(folder / "pipe")
+    with tarfile.open(folder / "000.tar", "w") as tar:
+        for i in range(8):
+            picture = io.BytesIO()
+            Image.fromarray(rng.integers(0, 256, (20, 18, 3), np.uint8)).save(picture, "png")
+            members = dict(png=picture.getvalue(), txt=" ".join(rng.choice(WORDS, 1 + i)).encode(),
+                           json=json.dumps(dict(score=i, split="ab"[i % 2])).encode())
+            for name, content in members.items():
+                about = tarfile.TarInfo(f"some/{i:03d}.{name}")
+                about.size = len(content)
+                tar.addfile(about, io.BytesIO(content))
+    return request.param, pipe, str(folder / "pipe"), folder / "000.tar"
+
+def settings(made, **changes):
+    name, _, pipe, tar = made
+    return trainer.defaults | run.TINY | dict(net=NETS[name], data=str(tar), encoders=pipe, offline=True,
+                                              encoder_dtype="", classes=0, batch_size=4) | changes
+
+def precompute(made, out, *more):
+    name, _, pipe, tar = made
+    encode.main([f"--net={NETS[name]}", f"--data={tar}", f"--encoders={pipe}", "--offline=true", "--device=cpu",
+                 "--encoder_dtype=", f"--out={out}", "--shard=3", "--batch=2", *more])
+
+def test_captions_are_encoded_as_by_the_official_pipeline(made):
+    name, pipe, *_ = made
+    cfg, texts = settings(made), ["a cat on the mat", "", "red " * 100]
+    cond, uncond = encoders.conditions([0, 0, 0], cfg, "cpu", dict(caption=texts))
+    how = dict(device="cpu", num_images_per_prompt=1)
+    with torch.no_grad():
+        if name == "sdxl":
+            want = pipe.encode_prompt(texts, do_classifier_free_guidance=True, **how)
+            pairs = zip((cond["text"], uncond["text"], cond["pooled"], uncond["pooled"]), want)
+        else:
+            want, blank = (pipe.encode_prompt(t, **how, prompt_2=None, max_sequence_length=512)
+                           for t in (texts, [""] * 3))
+            pairs = zip((cond["text"], cond["pooled"], uncond["text"], uncond["pooled"]), want[:2] + blank[:2])
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    other = encoders.conditions([0, 0, 0], cfg, "cpu", dict(caption=texts, negative=["dog"] * 3))[1]
+    assert not torch.equal(other["text"], uncond["text"]) and torch.equal(other["text"][0], other["text"][2])
+
+def test_latents_are_those_of_the_pipelines_scale_and_come_back(made):
+    name, pipe, *_ = made
+    cfg, x = settings(made), torch.rand(2, 3, 16, 16) * 2 - 1
+    with torch.no_grad():
+        dist, c = pipe.vae.encode(x).latent_dist, pipe.vae.config
+        z = (dist.mean - (c.shift_factor or 0)) * c.scaling_factor
+        want = pipe.vae.decode(z / c.scaling_factor + (c.shift_factor or 0)).sample
+    mean, std = encoders.moments(x, cfg, "cpu").chunk(2, 1)
+    assert torch.allclose(mean, z, atol=1e-6) and torch.allclose(std, dist.std * c.scaling_factor, atol=1e-6)
+    assert (encoders.decode(z, cfg).int() - (want * 127.5 + 128).clip(0, 255).int()).abs().max() <= 1
+
+def test_training_data_are_the_same_encoded_in_the_loop_or_before(made, tmp_path):
+    precompute(made, tmp_path)
+    shards = sorted(tmp_path.glob("*.tar"))
+    before = [shard.read_bytes() for shard in shards]
+    stamps = [shard.stat().st_mtime_ns for shard in shards]
+    shards[1].write_bytes(before[1][:-2000] + b"x" + before[1][-1999:])      # damaged
+    shards[2].unlink()
+    precompute(made, tmp_path)
+    assert [shard.read_bytes() for shard in shards] == before and shards[0].stat().st_mtime_ns == stamps[0]
+    run.refused(precompute, made, tmp_path, "--negative_prompt=dog", says=["made otherwise"])
+    batches = []
+    for cfg in settings(made, guidance=3.0), settings(made, guidance=3.0, encoders="", data=str(tmp_path)):
+        loader = data.Loader(data.load(cfg), cfg, start_it=1)
+        raw = next(loader)
+        torch.manual_seed(0)
+        batches.append(encoders.encode(raw, cfg, "cpu"))
+    own, stored = batches
+    assert torch.equal(own["id"], stored["id"]) and own["cond"].keys() == stored["cond"].keys()
+    assert (own["x0"] - stored["x0"]).abs().max() < 2e-3                     # float16
+    for part in "cond", "uncond":
+        assert all(torch.allclose(own[part][k].float(), v.float(), atol=1e-5) for k, v in stored[part].items())
