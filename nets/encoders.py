@@ -178,7 +178,10 @@ def speaking(name):
     """Gives diffusers; what fails inside is BadInput: the libraries raise all kinds of errors."""
     try:
         import diffusers
-        import transformers                             # noqa: F401
+        import transformers
+        for library in diffusers, transformers:         # their word on each batch with a caption that is cut
+            library.utils.logging.set_verbosity_error()
+            library.utils.logging.disable_progress_bar()
         yield diffusers
     except ImportError as e:
         raise BadInput(f"--encoders {name}: {e}; pip install diffusers transformers sentencepiece") from e
