@@ -73,8 +73,8 @@ def load(cfg, split="train"):
         return Tars(tars, cfg, split)
     path, url = files.place(source), "://" in source
     if not url and not os.path.exists(path):
-        raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, .npz, .tar, digits "
-                       f"or pairs (`torchrun tools/make_pairs.py --out {source}` makes some)")
+        raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, .npz, .tar, digits"
+                       f" or pairs (`torchrun tools/make_pairs.py --out {source}` makes some)")
     if url or pairs_meta(path):
         return Pairs(path, cfg, split)
     read = folder if path.is_dir() else {".zip": archive, ".npz": npz}.get(path.suffix)
@@ -85,7 +85,7 @@ def load(cfg, split="train"):
     shape = encoders.shapes(cfg) if cfg.get("encoders") else None
     images = Images(path, names, lambda name: cut(get(name), shape), label, classes, split)
     if path.is_dir() and any((path / name).with_suffix(".txt").exists() for name in names):
-        images.texts = lambda ids: dict(caption=[caption((path / names[i]).with_suffix(".txt")) for i in ids])
+        images.texts = lambda ids: dict(caption=[caption(path / names[i]) for i in ids])
     return images
 
 
@@ -136,22 +136,17 @@ def check_labels(label, names, classes, path):
 
 
 def cut(image, shape):
-    """uint8 image (c, h, w) -> (C, H, W) = shape: short side by bicubic, centre cut, grey to 3 channels."""
-    from PIL import Image
+    """uint8 image (c, h, w) -> (C, H, W) = shape: short side by bicubic, centre cut, grey to C channels."""
+    from PIL import Image, ImageOps
     if shape is None or image.dtype != np.uint8 or image.shape == shape:
         return image
-    (c, h, w), (channels, height, width) = image.shape, shape
-    scale = max(height / h, width / w)
-    size = max(width, round(w * scale)), max(height, round(h * scale))
-    planes = [np.asarray(Image.fromarray(plane).resize(size, Image.BICUBIC)) for plane in image]
-    top, left = (size[1] - height) // 2, (size[0] - width) // 2
-    image = np.stack(planes)[:, top:top + height, left:left + width]
-    return np.repeat(image, channels, 0) if c == 1 else image
+    planes = [np.asarray(ImageOps.fit(Image.fromarray(p), shape[:0:-1], Image.BICUBIC)) for p in image]
+    return np.stack(planes * (shape[0] if len(planes) == 1 else 1))
 
 
-def caption(file):
-    with reading(f"the caption {file}"):
-        return file.read_text().strip()
+def caption(image):
+    with reading(f"the caption of {image}"):
+        return image.with_suffix(".txt").read_text().strip()
 
 
 # ---------------------------------------- formats: path -> (names, read(name) -> image, labels or None)
@@ -291,15 +286,13 @@ def pairs_shard(path, meta, k):
 
 MEMBERS = dict(                                         # kind: members that are it, in order of preference
     latent="latent.npy;latent.pth", moments="moments.npy;moments.pth", image="jpg;jpeg;png;webp", label="cls",
-    caption="txt;caption", cond="cond.safetensors", text="txt_emb.npy;txt_emb.pth", json="json",
+    caption="txt", cond="cond.safetensors", text="txt_emb.npy;txt_emb.pth", json="json",
     pooled="pooled.npy;pooled.pth", text_mask="text_mask.npy")
-COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
-           "<": operator.lt}
+COMPARE = {">=": "ge", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", "<": "lt"}
 
 
 def webdataset():
     try:
-        import webdataset
         import webdataset.autodecode
         return webdataset
     except ImportError as e:
@@ -313,21 +306,12 @@ def tar_files(source):
         Path(p) for p in webdataset().shardlists.expand_urls(path)]
 
 
-def listed(tar):
-    """[(key, {member: (offset, size)})] of a tar, by its headers alone; the library groups them."""
-    with reading(tar), tarfile.open(tar, "r:") as f:
-        members = [dict(fname=m.name, data=(m.offset_data, m.size), __url__="") for m in f if m.isfile()]
-        return [(sample["__key__"], {k: v for k, v in sample.items() if k[:2] != "__"})
-                for sample in webdataset().tariterators.group_by_keys(members)]
-
-
 def value(name, content):
     """What the bytes of a file of this name hold: image, tensors, text, int, json. Never a pickle's code."""
     import safetensors.torch
-    own = dict.fromkeys((s[1:] for s in suffixes), decode) | dict(
-        safetensors=safetensors.torch.load, caption=bytes.decode,
-        pth=lambda b: torch.load(io.BytesIO(b), map_location="cpu", weights_only=True))
     end = name.lower().rpartition(".")[2]
+    own = dict.fromkeys((suffix[1:] for suffix in suffixes), decode) | dict(
+        safetensors=safetensors.torch.load, pth=lambda b: torch.load(io.BytesIO(b), "cpu", weights_only=True))
     known(f"{name}: file type", end, [*own, "npy", "txt", "cls", "json"])
     found = own[end](content) if end in own else webdataset().autodecode.basichandlers(name, content)
     return torch.from_numpy(found) if end == "npy" else found
@@ -340,39 +324,43 @@ class Tars(Images):
 
     data_keys: kind=member;other, kinds of MEMBERS, which holds where this is (). A sample lacks nothing that
     the first one has. cond is a dict of text (L, D), pooled (P,), text_mask (L,), which may lie apart;
-    data_uncond a file of one for all samples, or of its text alone. data_ignore: a file of keys, or TAR:KEY,
-    one a line. data_filter: field>=number, field==text (> < <= != too) in json, all must hold; what lacks a
-    field is left out.
+    data_uncond a file of one for all samples, or of its text. data_ignore: a file of keys, or TAR:KEY, one a
+    line. data_filter: tests such as field>=5 or field==text of json, all must hold.
     """
 
     def __init__(self, tars, cfg, split):
         folder, own = tars[0].parent, dict(str(e).partition("=")[::2] for e in cfg.get("data_keys", ()))
         tests = [re.fullmatch("([^<>=!]+)(>=|<=|==|!=|>|<)(.+)", str(t)) for t in cfg.get("data_filter", ())]
-        for kind in own:
-            known("--data_keys", kind, MEMBERS)
-        if None in tests:
-            raise BadInput(f"--data_filter {cfg['data_filter']} is not field>=5 (or with > < <= == !=)")
+        if None in tests or own.keys() - MEMBERS:
+            raise BadInput(f"--data_filter {cfg['data_filter']} are field>=5 ({' '.join(COMPARE)}), "
+                           f"--data_keys {cfg['data_keys']} kind=member, kinds {', '.join(MEMBERS)}")
         ignored = set(Path(cfg["data_ignore"]).read_text().split("\n")) if cfg.get("data_ignore") else set()
+        group = webdataset().tariterators.group_by_keys
         keys, kinds, self.samples = own or MEMBERS, tuple(own), []
-        for tar, (key, members) in ((tar, sample) for tar in tars for sample in listed(tar)):
-            if {key, f"{tar.name}:{key}"} & ignored:
-                continue
-            names = {k: next((n for n in keys[k].split(";") if n in members), "") for k in kinds or keys}
-            kinds = kinds or tuple(k for k in names if names[k])
-            if lacking := [k for k in kinds if not names[k]]:
-                raise BadInput(f"{tar}: sample {key} has no {lacking[0]} ({keys[lacking[0]]}) but "
-                               f"{', '.join(members)}; change --data_keys or list it in --data_ignore")
-            sample = tar, key, {k: (names[k], *members[names[k]]) for k in kinds}
-            if all(holds(self.member(sample, "json"), *test.groups()) for test in tests):
-                self.samples.append(sample)
+        for tar in tars:
+            with reading(tar), tarfile.open(tar, "r:") as f:            # reads the headers alone
+                every = list(group(dict(fname=m.name, data=(m.offset_data, m.size), __url__="")
+                                   for m in f if m.isfile()))
+            for members in every:
+                if {key := members["__key__"], f"{tar.name}:{key}"} & ignored:
+                    continue
+                names = {k: next((n for n in keys[k].split(";") if n in members), "") for k in kinds or keys}
+                kinds = kinds or tuple(k for k in names if names[k])
+                if lacking := [k for k in kinds if not names[k]]:
+                    raise BadInput(f"{tar}: {key} has no {lacking[0]} ({keys[lacking[0]]}) but {[*members]}; "
+                                   f"change --data_keys or list it in --data_ignore")
+                sample = tar, key, {k: (names[k], *members[names[k]]) for k in kinds}
+                if all(holds(self.member(sample, "json"), *test.groups()) for test in tests):
+                    self.samples.append(sample)
         self.kinds, self.about = kinds, dict(kinds=list(kinds))
         self.kind = next((k for k in ("latent", "moments") if k in kinds), "image")
         self.size = encoders.shapes(cfg) if self.kind == "image" and cfg.get("net") else None
         if self.kind != "image" and (cfg.get("xflip") or cfg.get("augment")):
             raise BadInput(f"{folder} holds latents; leave out --xflip and --augment")
-        file = files.place(cfg.get("data_uncond") or folder / "uncond.safetensors")
-        blank = value(file.name, files.read(file)) if cfg.get("data_uncond") or files.exists(file) else {}
-        blank = blank if isinstance(blank, dict) else dict(text=blank)
+        file = Path(cfg.get("data_uncond") or folder / "uncond.safetensors")
+        with reading(file):
+            blank = value(file.name, file.read_bytes()) if cfg.get("data_uncond") or file.exists() else {}
+        blank = dict(text=blank) if torch.is_tensor(blank) else blank
         self.uncond = {k: v[None] for k, v in blank.items()}                    # (1, L, D), ...
         label = [self.member(sample, "label") for sample in self.samples] if "label" in kinds else None
         super().__init__(folder, range(len(self.samples)), self.image, label, cfg.get("classes", -1), split)
@@ -381,10 +369,8 @@ class Tars(Images):
 
     def member(self, sample, kind):
         tar, key, members = sample
-        if kind not in members:
-            raise BadInput(f"{tar}: sample {key} has no {kind}; name its member in --data_keys")
-        name, offset, size = members[kind]
-        with reading(f"{tar}: {key}.{name}"), open(tar, "rb") as f:
+        with reading(f"{tar}: {kind} of {key}"), open(tar, "rb") as f:
+            name, offset, size = members[kind]
             f.seek(offset)
             return value(name, f.read(size))
 
@@ -395,18 +381,18 @@ class Tars(Images):
     def texts_of(self, ids):
         told = [k for k in self.kinds if k in ("caption", "cond", "text", "pooled", "text_mask")]
         every = [{k: self.member(self.samples[i], k) for k in told} for i in ids]
-        found = dict(caption=[s.pop("caption") for s in every]) if "caption" in told else {}
+        found = dict(caption=[s.pop("caption").strip() for s in every]) if "caption" in told else {}
         if any(every):
-            parts = [s.pop("cond", {}) | s for s in every]
-            parts = encoders.level(*({k: v[None] for k, v in part.items()} for part in parts))
+            parts = encoders.level(*({k: v[None] for k, v in (s.pop("cond", {}) | s).items()} for s in every))
             found |= dict(cond={k: torch.cat([part[k] for part in parts]) for k in parts[0]},
                           uncond=self.uncond)
         return found
 
 
 def holds(record, field, compare, text):
-    with suppress(KeyError, TypeError, ValueError):
-        return COMPARE[compare](record[field], text if isinstance(record[field], str) else float(text))
+    with suppress(KeyError, TypeError, ValueError):     # no such field, or not of that kind: it does not
+        other = text if isinstance(record[field], str) else float(text)
+        return getattr(operator, COMPARE[compare])(record[field], other)
     return False
 
 
@@ -473,9 +459,7 @@ class Loader:
                 raw |= getattr(self.dataset, more)(ids)
         if self.p:
             raw["augment"] = torch.from_numpy(augment.draw(rngs, self.p, self.ops))
-        pin = lambda v: ({k: pin(e) for k, e in v.items()} if isinstance(v, dict) else           # noqa: E731
-                         v.pin_memory() if torch.is_tensor(v) else v)
-        return pin(raw) if self.pin else raw
+        return torch.utils.data._utils.pin_memory.pin_memory(raw) if self.pin else raw
 
     def close(self):
         """Ends the threads: each stops at its next image."""

@@ -56,7 +56,8 @@ def draw_samples(method, net, cfg, ids, labels, steps, seed, device, shape=None,
 
 def draw_grid(method, net, cfg, device, rank, world, gloo, dataset=None, rows=8):
     """Eight samples of each of the first ten classes, one class per column, or for the texts of the first
-    64 samples of a data set that has some, always from the same noise: (x0 on the CPU, columns). Each rank draws a part, all parts are as long."""
+    64 samples of a data set that has some, always from the same noise: (x0 on the CPU, columns). Each rank
+    draws a part, all parts are as long."""
     columns = min(cfg["classes"], 10) or 8
     n, each = rows * columns, -(-rows * columns // world)
     ids = [i % n for i in range(rank * each, (rank + 1) * each)]

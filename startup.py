@@ -33,7 +33,7 @@ from nets import encoders
 
 CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp", "fsdp"), resume=("auto", "force", ""),
                wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"),
-               device=("", "cuda", "mps", "cpu"), encoder_dtype=("", "bf16", "fp16"))
+               device=("", "cuda", "mps", "cpu"), encoder_dtype=("", "bf16"))
 LEAST = dict(batch_size=1, accum=1, val_batches=1, steps=1, classes=-1)
 MOST = dict(augment=1, max_iter=9_999_999)              # N.pth has seven digits
 

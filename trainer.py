@@ -47,7 +47,7 @@ defaults = dict(
     data_ignore="",          # tars: a file of keys, one a line, that are left out; "" = none
     data_filter=(),          # tars: tests of the member json, e.g. aesthetic>=5.5; "" = none
     encoders="",             # folder or hub id of a diffusers pipeline or VAE; "" = data in the net's space
-    encoder_dtype="bf16",    # type of VAE and text encoders: bf16, fp16, "" = float32
+    encoder_dtype="bf16",    # type of VAE and text encoders: bf16, "" = float32
     encoder_offload=False,   # keep them in host memory while they are idle
     offline=False,           # never ask the hub; what it gave before is used
     negative_prompt="",      # what guidance leads away from; "" = as the official pipeline (SDXL: zeros)

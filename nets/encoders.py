@@ -1,12 +1,12 @@
 """Between what the loader gives and the space a net works in.
 
 With cfg["encoders"] == "" the data are in that space: pixels, or what tools/encode.py made of them. Otherwise
-it names a pipeline of diffusers (SD 1.5, SDXL, Flux, Qwen-Image), folder or hub id, whose VAE encodes images
-and whose own encode_prompt does captions, so lengths, masks and padding are the official ones; or a VAE alone
-(stabilityai/sd-vae-ft-mse for DiT and SiT). It is loaded once a process, frozen, without the net.
+it names a pipeline of diffusers (folder or hub id), whose VAE encodes images and whose own encode_prompt does
+captions, so lengths, masks and padding are the official ones, or a VAE alone (stabilityai/sd-vae-ft-mse for
+DiT and SiT). It is loaded once a process, frozen, without the net.
 """
 import functools
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import torch
@@ -16,8 +16,8 @@ import augment
 import common
 from common import BadInput
 
-DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KNOWN = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "FluxPipeline", "QwenImagePipeline")
+TEXTS, DTYPES = ("text_encoder", "text_encoder_2"), {"": torch.float32, "bf16": torch.bfloat16}
 ABSENT = ("unet", "transformer", "scheduler", "safety_checker", "feature_extractor", "image_encoder")
 
 
@@ -32,7 +32,7 @@ def encode(raw, cfg, device):
     """
     put = lambda v: v.to(device, non_blocking=True)                                              # noqa: E731
     (kind, x0), = ((k, put(raw[k])) for k in ("image", "latent", "moments") if k in raw)
-    x0 = x0.float() / 127.5 - 1 if x0.dtype == torch.uint8 else x0.float()
+    x0 = scaled(x0)
     cond, uncond = conditions(raw["label"], cfg, device, raw)
     if "augment" in raw:
         x0, labels = augment.apply(x0, raw["augment"], augment.chosen(cfg))
@@ -49,14 +49,17 @@ def encode(raw, cfg, device):
     return batch
 
 
+def scaled(x):
+    return x.float() / 127.5 - 1 if x.dtype == torch.uint8 else x.float()
+
+
 @torch.no_grad()
 def decode(x0, cfg):
     """x0 (B, C, H, W) -> uint8, clipped; the inverse of encode for every uint8 value. Latents go through the
     VAE of cfg["encoders"], one at a time; without one their first three channels are shown."""
     if cfg.get("encoders"):
-        device = cfg["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-        with using(cfg, device, "vae") as found:
-            shift, scale = affine(found.vae, device)
+        with using(cfg, device := cfg["device"] or "cuda" * torch.cuda.is_available() or "cpu") as found:
+            shift, scale = (v.to(device) for v in found.affine)
             z = (x0.to(device).float() / scale + shift).to(found.vae.dtype)
             z = z[:, :, None] if found.video else z                                     # (B, C, 1, h, w)
             image = torch.cat([found.vae.decode(each).sample for each in z.split(1)]).to(x0.device)
@@ -65,15 +68,12 @@ def decode(x0, cfg):
     return (x0.float() * 127.5 + 128).clip(0, 255).to(torch.uint8)
 
 
-# ---------------------------------------------------------------- conditions
-
 def conditions(labels, cfg, device, texts={}):
     """Labels (B,) (tensor or list of int) -> (cond, uncond), each dict(label int64 (B,)), -1 = none:
     everywhere if cfg["classes"] is 0, and in uncond.
 
-    texts adds text (B, L, D), pooled (B, P), text_mask (B, L): of its caption, a list of B str, or as stored
-    in its cond and uncond, dicts of them (uncond: B or 1). An uncond that is not stored is encoded, from its
-    negative, a list of B str, or else from cfg["negative_prompt"].
+    texts adds text (B, L, D), pooled (B, P), text_mask (B, L): of its caption, B str, or as stored in its
+    cond and uncond (B or 1). What is not stored of uncond is of its negative, B str, or the config's.
     """
     labels, classes = torch.as_tensor(labels, dtype=torch.int64), cfg.get("classes", -1)
     if classes == 0:
@@ -82,21 +82,18 @@ def conditions(labels, cfg, device, texts={}):
         raise BadInput(f"classes are 0 to {classes - 1} (-1 = none), not {labels.min()} to {labels.max()}")
     labels = labels.to(device, non_blocking=True)
     cond, uncond = dict(label=labels), dict(label=torch.full_like(labels, -1))
-    encoded = cfg.get("encoders") and described(cfg["encoders"], cfg["offline"])[0]
+    encoded = cfg.get("encoders") and "_class_name" in described(cfg["encoders"], cfg["offline"])[0]
     if "cond" not in texts and not ("caption" in texts and encoded):
         return cond, uncond
     told = texts["cond"] if "cond" in texts else prompts(texts["caption"], cfg, device)
-    if texts.get("uncond"):
-        blank = texts["uncond"]
-    elif encoded:
+    blank = texts.get("uncond")
+    if not blank and encoded:
         blank = prompts(texts["negative"], cfg, device) if "negative" in texts else negative(cfg, device)
-    elif cfg.get("guidance", 1) != 1:
-        raise BadInput(f"--guidance {cfg['guidance']} needs the embedding of a negative prompt, which the "
-                       "data lack; give --data_uncond FILE, or --encoders")
-    else:
-        blank = {k: torch.zeros_like(v) for k, v in told.items()}
-    put = lambda part: {k: v.to(device, non_blocking=True) for k, v in part.items()}             # noqa: E731
-    for whole, part in zip((cond, uncond), level(put(told), put(blank))):
+    if not blank and cfg.get("guidance", 1) != 1:
+        raise BadInput("--guidance needs an embedded negative prompt; give --data_uncond FILE or --encoders")
+    blank = blank or {k: torch.zeros_like(v) for k, v in told.items()}
+    told, blank = ({k: v.to(device, non_blocking=True) for k, v in part.items()} for part in (told, blank))
+    for whole, part in zip((cond, uncond), level(told, blank)):
         whole |= {k: v.expand(len(labels), *v.shape[1:]) for k, v in part.items()}
     return cond, uncond
 
@@ -115,50 +112,37 @@ def level(*parts):
 @torch.no_grad()
 def prompts(texts, cfg, device):
     """B str -> dict of text (B, L, D), and pooled or text_mask where the pipeline has them, in its type."""
-    with using(cfg, device, "text_encoder", "text_encoder_2") as found:
-        how = dict(prompt=list(texts), device=device, num_images_per_prompt=1)
-        if "Diffusion" in found.kind:
-            text, _, *pooled = found.pipe.encode_prompt(do_classifier_free_guidance=False, **how)
-            return dict(text=text, pooled=pooled[0]) if pooled else dict(text=text)
-        text, other, *_ = found.pipe.encode_prompt(max_sequence_length=512, **how)
-        if found.kind == "FluxPipeline":
-            return dict(text=text, pooled=other)
-        return dict(text=text, text_mask=text.new_ones(text.shape[:2]) if other is None else other.to(text))
+    with using(cfg, device, TEXTS) as found:
+        sd = "Diffusion" in found.kind
+        own = dict(do_classifier_free_guidance=False) if sd else dict(max_sequence_length=512)
+        text, other, *more = found.pipe.encode_prompt(list(texts), device=device, num_images_per_prompt=1,
+                                                      **own)
+        other, key = more[0] if sd and more else other, "text_mask" if "Qwen" in found.kind else "pooled"
+        return dict(text=text) if other is None else {"text": text, key: other.to(text)}
 
 
 def negative(cfg, device):
-    """cfg["negative_prompt"] as `prompts` of one text. "" is zeros where the pipeline's config says so (SDXL),
-    a blank for Qwen-Image (its model card), else the empty text."""
-    found, text = loaded(cfg), cfg["negative_prompt"]
-    if text not in found.negatives:
-        blank = prompts([text or (" " if found.kind == "QwenImagePipeline" else "")], cfg, device)
-        zero = not text and found.pipe.config.get("force_zeros_for_empty_prompt")
-        found.negatives[text] = {k: v * 0 if zero else v for k, v in blank.items()}
-    return found.negatives[text]
+    """cfg["negative_prompt"] as `prompts` of one text. "" is zeros where the pipeline's config says so
+    (SDXL), a blank for Qwen-Image (its model card), else the empty text."""
+    text = cfg["negative_prompt"]
+    with using(cfg, device, ()) as found:
+        if text not in found.negatives:
+            blank = prompts([text or (" " if found.kind == "QwenImagePipeline" else "")], cfg, device)
+            zero = not text and found.pipe.config.get("force_zeros_for_empty_prompt")
+            found.negatives[text] = {k: torch.zeros_like(v) if zero else v for k, v in blank.items()}
+        return found.negatives[text]
 
-
-# ---------------------------------------------------------------- VAE
 
 @torch.no_grad()
 def moments(x, cfg, device):
-    """x (B, 1 or 3, H, W) in [-1, 1] -> mean and std of its latents in the net's space, (B, 2 C, H/f, W/f)."""
-    with using(cfg, device, "vae") as found:
-        x = x.to(device, found.vae.dtype).expand(-1, 3, -1, -1)
-        given = found.vae.encode(x[:, :, None] if found.video else x).latent_dist       # (B, C, 1, h, w)
-        mean, std = given.mean.float(), (given.logvar.float() / 2).exp()
-        (shift, scale), at = affine(found.vae, device), (slice(None), slice(None), 0) if found.video else ()
-        return torch.cat([(mean[at] - shift) * scale, std[at] * scale], dim=1)
+    """Images (B, 1 or 3, H, W) -> mean and std of its latents, as the net sees them (B, 2 C, h, w)."""
+    with using(cfg, device) as found:
+        x = scaled(x.to(device)).to(found.vae.dtype).expand(-1, 3, -1, -1)
+        given = found.vae.encode(x[:, :, None] if found.video else x).latent_dist
+        mean, logvar = (v[:, :, 0] if found.video else v for v in (given.mean.float(), given.logvar.float()))
+        shift, scale = (v.to(device) for v in found.affine)
+        return torch.cat([(mean - shift) * scale, (logvar / 2).exp() * scale], dim=1)
 
-
-def affine(vae, device):
-    """(shift, scale), each (C or 1, 1, 1), by the VAE's config: the net sees (latent - shift) scale."""
-    column = lambda v: torch.tensor(v, dtype=torch.float32, device=device).reshape(-1, 1, 1)     # noqa: E731
-    get = vae.config.get
-    return (column(get("latents_mean") or get("shift_factor") or 0.0),
-            get("scaling_factor", 1.0) / column(get("latents_std") or 1.0))
-
-
-# ---------------------------------------------------------------- shapes, loading
 
 def shapes(cfg, shape=None, kind="image"):
     """(C, H, W) of the images that cfg["net"] is trained on; or of the x0 that a sample of a kind becomes."""
@@ -183,59 +167,48 @@ def speaking(name):
             library.utils.logging.set_verbosity_error()
             library.utils.logging.disable_progress_bar()
         yield diffusers
-    except ImportError as e:
-        raise BadInput(f"--encoders {name}: {e}; pip install diffusers transformers sentencepiece") from e
     except Exception as e:
-        raise BadInput(f"--encoders {name} cannot be loaded ({' '.join(str(e).split())[:300]}); give the "
-                       f"folder or hub id of one of {', '.join(KNOWN)}, or of a VAE") from e
+        cure = ("pip install diffusers transformers sentencepiece" if isinstance(e, ImportError) else
+                f"give the folder or hub id of one of {', '.join(KNOWN)}, or of a VAE")
+        raise BadInput(f"--encoders {name} cannot be used ({' '.join(str(e).split())[:300]}); {cure}") from e
 
 
 @functools.lru_cache
 def described(name, offline):
-    """(class of the pipeline, "" for a VAE alone; config of the VAE; parts): of small files, no weights."""
+    """(index of the pipeline, {} for a VAE alone; config of the VAE)."""
+    index, how = {}, dict(local_files_only=offline)
     with speaking(name) as diffusers:
-        try:
-            index = diffusers.DiffusionPipeline.load_config(name, local_files_only=offline)
-        except OSError:                                 # no model_index.json
-            index = {}
-        inside = dict(subfolder="vae") if index else {}
-        vae = diffusers.AutoencoderKL.load_config(name, local_files_only=offline, **inside)
-        if (kind := index.get("_class_name", "")) not in ("", *KNOWN):
-            raise ValueError(f"it is a {kind}")
-    return kind, vae, tuple(index)
-
-
-def loaded(cfg):
-    return load(cfg["encoders"], cfg["encoder_dtype"], cfg["offline"])
+        with suppress(OSError):                         # no model_index.json
+            index, how = diffusers.DiffusionPipeline.load_config(name, **how), how | dict(subfolder="vae")
+        if index.get("_class_name", KNOWN[0]) not in KNOWN:
+            raise ValueError(f"it is a {index['_class_name']}")
+        return index, diffusers.AutoencoderKL.load_config(name, **how)
 
 
 @functools.lru_cache(maxsize=1)
 def load(name, dtype, offline):
-    kind, _, parts = described(name, offline)
-    how = dict(dtype=DTYPES[dtype], local_files_only=offline)
+    index, how = described(name, offline)[0], dict(dtype=DTYPES[dtype], local_files_only=offline)
     with speaking(name) as diffusers, torch.random.fork_rng(devices=[]):     # weights are drawn, then read
-        if kind:
-            how |= {part: None for part in parts if part in ABSENT}
-            pipe = diffusers.DiffusionPipeline.from_pretrained(name, **how)
+        if index:
+            absent = {part: None for part in ABSENT if part in index}
+            pipe = diffusers.DiffusionPipeline.from_pretrained(name, **absent, **how)
         else:
             pipe = SimpleNamespace(vae=diffusers.AutoModel.from_pretrained(name, **how))
-    found = {part: getattr(pipe, part, None) for part in ("vae", "text_encoder", "text_encoder_2")}
-    for model in filter(None, found.values()):
-        model.eval().requires_grad_(False)
-    if dtype == "fp16" and pipe.vae.config.get("force_upcast"):
-        pipe.vae.float()                                # as the pipelines: SDXL's overflows in float16
-    return SimpleNamespace(**found, kind=kind, pipe=pipe, negatives={},
-                           video="temperal_downsample" in pipe.vae.config)
+    models = {part: model.eval().requires_grad_(False) for part in ("vae", *TEXTS)
+              if (model := getattr(pipe, part, None))}
+    get, column = pipe.vae.config.get, lambda v: torch.tensor(v).float().reshape(-1, 1, 1)       # noqa: E731
+    shift = column(get("latents_mean") or get("shift_factor") or 0.0)       # the net: (latent - shift) scale
+    scale = get("scaling_factor", 1.0) / column(get("latents_std") or 1.0)
+    return SimpleNamespace(kind=index.get("_class_name"), pipe=pipe, vae=pipe.vae, models=models,
+                           negatives={}, affine=(shift, scale), video=get("temperal_downsample") is not None)
 
 
 @contextmanager
-def using(cfg, device, *parts):
+def using(cfg, device, parts=("vae",)):
     """What is loaded, with these parts on the device; under encoder_offload they leave it afterwards."""
-    found = loaded(cfg)
-    models = [getattr(found, part) for part in parts if getattr(found, part)]
-    for model in models:
-        model.to(device)
+    found = load(cfg["encoders"], cfg["encoder_dtype"], cfg["offline"])
+    models = [model.to(device) for part in parts if (model := found.models.get(part))]
     with torch.autocast(torch.device(device).type, enabled=False):
         yield found
-    for model in models if cfg.get("encoder_offload") else ():
+    for model in models if cfg["encoder_offload"] else ():
         model.to("cpu")

@@ -86,7 +86,7 @@ def settings(made, **changes):
 def precompute(made, out, *more):
     name, _, pipe, tar = made
     encode.main([f"--net={NETS[name]}", f"--data={tar}", f"--encoders={pipe}", "--offline=true", "--device=cpu",
-                 "--encoder_dtype=", f"--out={out}", "--shard=3", "--batch=2", *more])
+                 "--encoder_dtype=", f"--out={out}", "--shard=3", "--batch_size=2", "--classes=0", *more])
 
 def test_captions_are_encoded_as_by_the_official_pipeline(made):
     name, pipe, *_ = made
