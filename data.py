@@ -21,7 +21,7 @@ or a resume.
 """
 import io
 import json
-import operator
+import operator as op
 import os
 import re
 import tarfile
@@ -288,7 +288,7 @@ MEMBERS = dict(                                         # kind: members that are
     latent="latent.npy;latent.pth", moments="moments.npy;moments.pth", image="jpg;jpeg;png;webp", label="cls",
     caption="txt", cond="cond.safetensors", text="txt_emb.npy;txt_emb.pth", json="json",
     pooled="pooled.npy;pooled.pth", text_mask="text_mask.npy")
-COMPARE = {">=": "ge", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", "<": "lt"}
+COMPARE = {">=": op.ge, "<=": op.le, "==": op.eq, "!=": op.ne, ">": op.gt, "<": op.lt}
 
 
 def webdataset():
@@ -319,8 +319,8 @@ def value(name, content):
 
 class Tars(Images):
     """Samples of WebDataset tars, read at random, so the stream's order is that of any data. At the start
-    the headers of all tars are read (some 20 us a member, more over a network; labels and a filter's json
-    too), on every rank, and stay in memory (some 0.7 KB a sample). Nothing is written.
+    every rank reads the headers of all tars (a seek and 512 bytes a member; labels and a filter's json too)
+    and keeps names and offsets in memory (assumption: under 1 KB a sample). Nothing is written.
 
     data_keys: kind=member;other, kinds of MEMBERS, which holds where this is (). A sample lacks nothing that
     the first one has. cond is a dict of text (L, D), pooled (P,), text_mask (L,), which may lie apart;
@@ -335,12 +335,11 @@ class Tars(Images):
             raise BadInput(f"--data_filter {cfg['data_filter']} are field>=5 ({' '.join(COMPARE)}), "
                            f"--data_keys {cfg['data_keys']} kind=member, kinds {', '.join(MEMBERS)}")
         ignored = set(Path(cfg["data_ignore"]).read_text().split("\n")) if cfg.get("data_ignore") else set()
-        group = webdataset().tariterators.group_by_keys
         keys, kinds, self.samples = own or MEMBERS, tuple(own), []
         for tar in tars:
             with reading(tar), tarfile.open(tar, "r:") as f:            # reads the headers alone
-                every = list(group(dict(fname=m.name, data=(m.offset_data, m.size), __url__="")
-                                   for m in f if m.isfile()))
+                every = list(webdataset().tariterators.group_by_keys(
+                    dict(fname=m.name, data=(m.offset_data, m.size), __url__="") for m in f if m.isfile()))
             for members in every:
                 if {key := members["__key__"], f"{tar.name}:{key}"} & ignored:
                     continue
@@ -375,8 +374,8 @@ class Tars(Images):
             return value(name, f.read(size))
 
     def image(self, i):
-        stored = self.member(self.samples[i], self.kind)
-        return cut(stored, self.size) if self.kind == "image" else stored.float().numpy()
+        found = self.member(self.samples[i], self.kind)
+        return cut(found, self.size) if self.kind == "image" else found.float().numpy()
 
     def texts_of(self, ids):
         told = [k for k in self.kinds if k in ("caption", "cond", "text", "pooled", "text_mask")]
@@ -384,15 +383,13 @@ class Tars(Images):
         found = dict(caption=[s.pop("caption").strip() for s in every]) if "caption" in told else {}
         if any(every):
             parts = encoders.level(*({k: v[None] for k, v in (s.pop("cond", {}) | s).items()} for s in every))
-            found |= dict(cond={k: torch.cat([part[k] for part in parts]) for k in parts[0]},
-                          uncond=self.uncond)
+            found |= dict(cond={k: torch.cat([p[k] for p in parts]) for k in parts[0]}, uncond=self.uncond)
         return found
 
 
 def holds(record, field, compare, text):
     with suppress(KeyError, TypeError, ValueError):     # no such field, or not of that kind: it does not
-        other = text if isinstance(record[field], str) else float(text)
-        return getattr(operator, COMPARE[compare])(record[field], other)
+        return COMPARE[compare](record[field], text if isinstance(record[field], str) else float(text))
     return False
 
 

@@ -27,12 +27,11 @@ def encode(raw, cfg, device):
     uint8 v -> v / 127.5 - 1 (as EDM). Augmentations that the loader drew are applied here (x0 may then leave
     [-1, 1]) and both conditions carry their labels, augment (B, augment.dim(cfg)). Pairs come with the states
     x_t on the teacher's way to x0, path (B, P, C, H, W), at the times path_t (P,); path[:, 0] is sigma z.
-    Stored latents are in the net's space: latent (B, C, H, W), or moments (B, 2 C, H, W), mean and std. x0 is
-    mean + std eps, eps of the default generator, and the mean where gradients are off (validation).
+    Stored are latent (B, C, H, W) or moments (B, 2 C, H, W), mean and std as the net sees them; x0 is mean +
+    std eps, eps of the default generator, and the mean where gradients are off (validation).
     """
     put = lambda v: v.to(device, non_blocking=True)                                              # noqa: E731
-    (kind, x0), = ((k, put(raw[k])) for k in ("image", "latent", "moments") if k in raw)
-    x0 = scaled(x0)
+    (kind, x0), = ((k, scaled(put(raw[k]))) for k in ("image", "latent", "moments") if k in raw)
     cond, uncond = conditions(raw["label"], cfg, device, raw)
     if "augment" in raw:
         x0, labels = augment.apply(x0, raw["augment"], augment.chosen(cfg))
@@ -61,11 +60,10 @@ def decode(x0, cfg):
         with using(cfg, device := cfg["device"] or "cuda" * torch.cuda.is_available() or "cpu") as found:
             shift, scale = (v.to(device) for v in found.affine)
             z = (x0.to(device).float() / scale + shift).to(found.vae.dtype)
-            z = z[:, :, None] if found.video else z                                     # (B, C, 1, h, w)
+            z = z[:, :, None] if found.video else z     # (B, C, 1, h, w)
             image = torch.cat([found.vae.decode(each).sample for each in z.split(1)]).to(x0.device)
             x0 = image[:, :, 0] if found.video else image
-    x0 = x0 if x0.shape[1] in (1, 3) else x0[:, :3]
-    return (x0.float() * 127.5 + 128).clip(0, 255).to(torch.uint8)
+    return (x0[:, :3].float() * 127.5 + 128).clip(0, 255).to(torch.uint8)
 
 
 def conditions(labels, cfg, device, texts={}):
@@ -139,9 +137,9 @@ def moments(x, cfg, device):
     with using(cfg, device) as found:
         x = scaled(x.to(device)).to(found.vae.dtype).expand(-1, 3, -1, -1)
         given = found.vae.encode(x[:, :, None] if found.video else x).latent_dist
-        mean, logvar = (v[:, :, 0] if found.video else v for v in (given.mean.float(), given.logvar.float()))
+        mean, logvar = (v[:, :, 0] if found.video else v for v in (given.mean, given.logvar))
         shift, scale = (v.to(device) for v in found.affine)
-        return torch.cat([(mean - shift) * scale, (logvar / 2).exp() * scale], dim=1)
+        return torch.cat([(mean.float() - shift) * scale, (logvar.float() / 2).exp() * scale], dim=1)
 
 
 def shapes(cfg, shape=None, kind="image"):
@@ -163,9 +161,8 @@ def speaking(name):
     try:
         import diffusers
         import transformers
-        for library in diffusers, transformers:         # their word on each batch with a caption that is cut
-            library.utils.logging.set_verbosity_error()
-            library.utils.logging.disable_progress_bar()
+        for library in diffusers, transformers:         # they warn of every batch with a caption that is cut
+            library.utils.logging.set_verbosity_error(), library.utils.logging.disable_progress_bar()
         yield diffusers
     except Exception as e:
         cure = ("pip install diffusers transformers sentencepiece" if isinstance(e, ImportError) else
