@@ -302,8 +302,9 @@ def webdataset():
 def tar_files(source):
     """The tars that "{000..010}.tar" or a folder of tars names; [] where it names none."""
     path = os.path.expanduser(source)
-    return [] if "://" in path else sorted(Path(path).glob("*.tar")) if not path.endswith(".tar") else [
-        Path(p) for p in webdataset().shardlists.expand_urls(path)]
+    if path.endswith(".tar") and "://" not in path:
+        return [Path(p) for p in webdataset().shardlists.expand_urls(path)]
+    return sorted(Path(path).glob("*.tar")) if os.path.isdir(path) else []
 
 
 def value(name, content):

@@ -61,9 +61,10 @@ def decode(x0, cfg):
             shift, scale = (v.to(device) for v in found.affine)
             z = (x0.to(device).float() / scale + shift).to(found.vae.dtype)
             z = z[:, :, None] if found.video else z     # (B, C, 1, h, w)
-            image = torch.cat([found.vae.decode(each).sample for each in z.split(1)]).to(x0.device)
-            x0 = image[:, :, 0] if found.video else image
-    return (x0[:, :3].float() * 127.5 + 128).clip(0, 255).to(torch.uint8)
+            x0 = torch.cat([found.vae.decode(each).sample for each in z.split(1)]).to(x0.device)
+            x0 = x0[:, :, 0] if found.video else x0
+    x0 = x0[:, :3] if x0.dim() == 4 else x0
+    return (x0.float() * 127.5 + 128).clip(0, 255).to(torch.uint8)
 
 
 def conditions(labels, cfg, device, texts={}):
