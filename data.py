@@ -7,11 +7,13 @@
     data = "set.npz"       image | images | x | arr_0, uint8 or float in [-1, 1], as NHWC, NCHW or NHW;
                            label | labels | y, integers (N,), or none
     data = "some/pairs"    what tools/make_pairs.py wrote, or its URL; the last twentieth is held out
+    data = "{000..010}.tar"    WebDataset tars, or a folder of them (class Tars below)
 
 dataset.json is {"labels": [["00000/img00000000.png", 3], ...]}, or null in place of the list. All images of
 a set have one size. The first file (in sorted order) sets the channels: grey (also 16-bit) makes a
 1-channel set in which a colour file is an error, anything else makes an RGB set. Transparent pixels are
-laid over white.
+laid over white. A folder in which NAME.txt stands beside NAME.png has captions. With --encoders images are
+resized (short side, bicubic) and cut (centre) to what the net takes, tars' images always.
 
 Position p of the training stream is image permutation[p % n] of epoch p // n, and its flip and augmentation
 are drawn from (seed, p). So what a batch holds depends on seed and iteration alone: not on ranks, threads
@@ -19,7 +21,10 @@ or a resume.
 """
 import io
 import json
+import operator as op
 import os
+import re
+import tarfile
 import threading
 import zipfile
 from collections import deque
@@ -33,7 +38,8 @@ import torch
 
 import augment
 import files
-from common import BadInput, alpha_sigma
+from common import BadInput, alpha_sigma, known
+from nets import encoders
 
 root = Path(__file__).resolve().parent
 suffixes = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
@@ -63,21 +69,30 @@ def load(cfg, split="train"):
     source, classes = cfg[key], cfg.get("classes", -1)
     if source == "digits":
         return Images(source, *digits(split), classes, split)
+    if tars := tar_files(source):
+        return Tars(tars, cfg, split)
     path, url = files.place(source), "://" in source
     if not url and not os.path.exists(path):
-        raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, an .npz, digits "
-                       f"or pairs (`torchrun tools/make_pairs.py --out {source}` makes some)")
+        raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, .npz, .tar, digits"
+                       f" or pairs (`torchrun tools/make_pairs.py --out {source}` makes some)")
     if url or pairs_meta(path):
         return Pairs(path, cfg, split)
     read = folder if path.is_dir() else {".zip": archive, ".npz": npz}.get(path.suffix)
     if read is None:
         raise BadInput(f"--{key} {source} is neither a folder, a .zip, an .npz nor digits")
     with reading(path):
-        return Images(path, *read(path), classes, split)
+        names, get, label = read(path)
+    shape = encoders.shapes(cfg) if cfg.get("encoders") else None
+    images = Images(path, names, lambda name: cut(get(name), shape), label, classes, split)
+    if path.is_dir() and any((path / name).with_suffix(".txt").exists() for name in names):
+        images.texts = lambda ids: dict(caption=[caption(path / names[i]) for i in ids])
+    return images
 
 
 class Images:
-    """Images by name, as read(name) gives them: (C, H, W), uint8 or float32 in [-1, 1]; labels or None."""
+    """Images by name, as read(name) gives them: (C, H, W), uint8 or float32 in [-1, 1]; labels or None.
+    texts(indices), where there is such a method: what encoders.conditions takes as texts."""
+    kind = "image"                                      # else latent, moments: encoders.encode
 
     def __init__(self, path, names, read, label, classes, split):
         if not names:
@@ -118,6 +133,20 @@ def check_labels(label, names, classes, path):
                            f"are integers from 0 to {limit - 1}")
     label = np.asarray(label, np.int64)
     return label, classes if classes > 0 else int(label.max()) + 1
+
+
+def cut(image, shape):
+    """uint8 image (c, h, w) -> (C, H, W) = shape: short side by bicubic, centre cut, grey to C channels."""
+    from PIL import Image, ImageOps
+    if shape is None or image.dtype != np.uint8 or image.shape == shape:
+        return image
+    planes = [np.asarray(ImageOps.fit(Image.fromarray(p), shape[:0:-1], Image.BICUBIC)) for p in image]
+    return np.stack(planes * (shape[0] if len(planes) == 1 else 1))
+
+
+def caption(image):
+    with reading(f"the caption of {image}"):
+        return image.with_suffix(".txt").read_text().strip()
 
 
 # ---------------------------------------- formats: path -> (names, read(name) -> image, labels or None)
@@ -253,6 +282,118 @@ def pairs_shard(path, meta, k):
     raise BadInput(f"{file} is missing or not whole; the command that made {path} makes the rest")
 
 
+# ---------------------------------------------------------------- WebDataset tars
+
+MEMBERS = dict(                                         # kind: members that are it, in order of preference
+    latent="latent.npy;latent.pth", moments="moments.npy;moments.pth", image="jpg;jpeg;png;webp", label="cls",
+    caption="txt", cond="cond.safetensors", text="txt_emb.npy;txt_emb.pth", json="json",
+    pooled="pooled.npy;pooled.pth", text_mask="text_mask.npy")
+COMPARE = {">=": op.ge, "<=": op.le, "==": op.eq, "!=": op.ne, ">": op.gt, "<": op.lt}
+
+
+def webdataset():
+    try:
+        import webdataset.autodecode
+        return webdataset
+    except ImportError as e:
+        raise BadInput(f"tars need the webdataset library ({e}); pip install webdataset") from e
+
+
+def tar_files(source):
+    """The tars that "{000..010}.tar" or a folder of tars names; [] where it names none."""
+    path = os.path.expanduser(source)
+    if path.endswith(".tar") and "://" not in path:
+        return [Path(p) for p in webdataset().shardlists.expand_urls(path)]
+    return sorted(Path(path).glob("*.tar")) if os.path.isdir(path) else []
+
+
+def value(name, content):
+    """What the bytes of a file of this name hold: image, tensors, text, int, json. Never a pickle's code."""
+    import safetensors.torch
+    end = name.lower().rpartition(".")[2]
+    own = dict.fromkeys((suffix[1:] for suffix in suffixes), decode) | dict(
+        safetensors=safetensors.torch.load, pth=lambda b: torch.load(io.BytesIO(b), "cpu", weights_only=True))
+    known(f"{name}: file type", end, [*own, "npy", "txt", "cls", "json"])
+    found = own[end](content) if end in own else webdataset().autodecode.basichandlers(name, content)
+    return torch.from_numpy(found) if end == "npy" else found
+
+
+class Tars(Images):
+    """Samples of WebDataset tars, read at random, so the stream's order is that of any data. At the start
+    every rank reads the headers of all tars (a seek and 512 bytes a member; labels and a filter's json too)
+    and keeps names and offsets in memory (assumption: under 1 KB a sample). Nothing is written.
+
+    data_keys: kind=member;other, kinds of MEMBERS, which holds where this is (). A sample lacks nothing that
+    the first one has. cond is a dict of text (L, D), pooled (P,), text_mask (L,), which may lie apart;
+    data_uncond a file of one for all samples, or of its text. data_ignore: a file of keys, or TAR:KEY, one a
+    line. data_filter: tests such as field>=5 or field==text of json, all must hold.
+    """
+
+    def __init__(self, tars, cfg, split):
+        folder, own = tars[0].parent, dict(str(e).partition("=")[::2] for e in cfg.get("data_keys", ()))
+        tests = [re.fullmatch("([^<>=!]+)(>=|<=|==|!=|>|<)(.+)", str(t)) for t in cfg.get("data_filter", ())]
+        if None in tests or own.keys() - MEMBERS:
+            raise BadInput(f"--data_filter {cfg['data_filter']} are field>=5 ({' '.join(COMPARE)}), "
+                           f"--data_keys {cfg['data_keys']} kind=member, kinds {', '.join(MEMBERS)}")
+        ignored = set(Path(cfg["data_ignore"]).read_text().split("\n")) if cfg.get("data_ignore") else set()
+        keys, kinds, self.samples = own or MEMBERS, tuple(own), []
+        for tar in tars:
+            with reading(tar), tarfile.open(tar, "r:") as f:            # reads the headers alone
+                every = list(webdataset().tariterators.group_by_keys(
+                    dict(fname=m.name, data=(m.offset_data, m.size), __url__="") for m in f if m.isfile()))
+            for members in every:
+                if {key := members["__key__"], f"{tar.name}:{key}"} & ignored:
+                    continue
+                names = {k: next((n for n in keys[k].split(";") if n in members), "") for k in kinds or keys}
+                kinds = kinds or tuple(k for k in names if names[k])
+                if lacking := [k for k in kinds if not names[k]]:
+                    raise BadInput(f"{tar}: {key} has no {lacking[0]} ({keys[lacking[0]]}) but {[*members]}; "
+                                   f"change --data_keys or list it in --data_ignore")
+                sample = tar, key, {k: (names[k], *members[names[k]]) for k in kinds}
+                if all(holds(self.member(sample, "json"), *test.groups()) for test in tests):
+                    self.samples.append(sample)
+        self.kinds, self.about = kinds, dict(kinds=list(kinds))
+        self.kind = next((k for k in ("latent", "moments") if k in kinds), "image")
+        self.size = encoders.shapes(cfg) if self.kind == "image" and cfg.get("net") else None
+        if self.kind != "image" and (cfg.get("xflip") or cfg.get("augment")):
+            raise BadInput(f"{folder} holds latents; leave out --xflip and --augment")
+        file = Path(cfg.get("data_uncond") or folder / "uncond.safetensors")
+        with reading(file):
+            blank = value(file.name, file.read_bytes()) if cfg.get("data_uncond") or file.exists() else {}
+        blank = dict(text=blank) if torch.is_tensor(blank) else blank
+        self.uncond = {k: v[None] for k, v in blank.items()}                    # (1, L, D), ...
+        label = [self.member(sample, "label") for sample in self.samples] if "label" in kinds else None
+        super().__init__(folder, range(len(self.samples)), self.image, label, cfg.get("classes", -1), split)
+        if {"caption", "cond", "text"} & {*kinds}:
+            self.texts = self.texts_of
+
+    def member(self, sample, kind):
+        tar, key, members = sample
+        with reading(f"{tar}: {kind} of {key}"), open(tar, "rb") as f:
+            name, offset, size = members[kind]
+            f.seek(offset)
+            return value(name, f.read(size))
+
+    def image(self, i):
+        found = self.member(self.samples[i], self.kind)
+        return cut(found, self.size) if self.kind == "image" else found.float().numpy()
+
+    def texts_of(self, ids):
+        told = [k for k in self.kinds if k in ("caption", "cond", "text", "pooled", "text_mask")]
+        every = [{k: self.member(self.samples[i], k) for k in told} for i in ids]
+        found = dict(caption=[s.pop("caption").strip() for s in every]) if "caption" in told else {}
+        if any(every):
+            parts = encoders.level(*({k: v[None] for k, v in (s.pop("cond", {}) | s).items()} for s in every))
+            found |= dict(cond={k: torch.cat([p[k] for p in parts]) for k in parts[0]}, uncond=self.uncond)
+        return found
+
+
+def holds(record, field, compare, text):
+    with suppress(KeyError, TypeError, ValueError):     # no such field, or not of that kind: it does not
+        return COMPARE[compare](record[field], text if isinstance(record[field], str) else float(text))
+    return False
+
+
 # ---------------------------------------------------------------- order
 
 @lru_cache(maxsize=4)
@@ -309,13 +450,14 @@ class Loader:
             image, label = self.dataset.get(i)
             images.append(image[:, :, ::-1] if self.xflip and rngs[k].random() < 0.5 else image)
             labels.append(label)
-        raw = dict(image=torch.from_numpy(np.stack(images)), label=torch.tensor(labels),
-                   id=torch.from_numpy(ids))
-        if hasattr(self.dataset, "states"):
-            raw |= self.dataset.states(ids)
+        raw = {self.dataset.kind: torch.from_numpy(np.stack(images)), "label": torch.tensor(labels),
+               "id": torch.from_numpy(ids)}
+        for more in "states", "texts":
+            if hasattr(self.dataset, more):
+                raw |= getattr(self.dataset, more)(ids)
         if self.p:
             raw["augment"] = torch.from_numpy(augment.draw(rngs, self.p, self.ops))
-        return {k: v.pin_memory() for k, v in raw.items()} if self.pin else raw
+        return torch.utils.data._utils.pin_memory.pin_memory(raw) if self.pin else raw
 
     def close(self):
         """Ends the threads: each stops at its next image."""

@@ -189,12 +189,13 @@ def batch_text(cfg, world):
     return f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks{shards}"
 
 
-def data_line(cfg, dataset, net):
+def data_line(cfg, dataset, net, device):
     """Size and spread of the data: a wrong value range (0..255, latents scaled twice) shows here first."""
-    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 128))]
-    raw = dict(image=torch.stack([torch.as_tensor(image.copy()) for image in some]),
-               label=torch.zeros(len(some)).long() - 1, id=torch.arange(len(some)))
-    std = encoders.encode(raw, cfg, "cpu")["x0"].std().item()
+    n, device = (8, device) if cfg["encoders"] else (128, "cpu")
+    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // n))]
+    raw = {dataset.kind: torch.stack([torch.as_tensor(image.copy()) for image in some]),
+           "label": torch.zeros(len(some)).long() - 1, "id": torch.arange(len(some))}
+    std = encoders.encode(raw, cfg, device)["x0"].std().item()
     return (f"data {cfg['data']}: {len(dataset):,} samples of {tuple(dataset.shape)}, "
             f"{dataset.classes} classes, std {std:.3f}" +
             (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else ""))
@@ -211,7 +212,7 @@ def describe(cfg, nets, trainable, opts, names, plan, world, start, changed):
         f"{batch_text(cfg, world)} | {plan.device}{f', {dist.get_backend()}' if world > 1 else ''}, "
         f"{torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",
         f"{'starting' if start == 0 else 'continuing'} at iteration {start}",
-        data_line(cfg, plan.dataset, nets["student"]), resume.scheduler.resume_details()]))
+        data_line(cfg, plan.dataset, nets["student"], plan.device), resume.scheduler.resume_details()]))
 
 
 def plan(cfg, changed, nets, trainable, world, folder):

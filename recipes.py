@@ -7,12 +7,11 @@ they are the paper's, or FastGen's with the reason. In all: moments and weights 
 keeps both in bf16, fp16's scaler starts at 65536, not 16 (a few more skips), uniform t has all of its range,
 a fake score is trained in its net's own space, and where FastGen sets no global batch one is assumed here.
 """
-TEXT = False    # True as soon as trainer.py has the keys encoders and negative_prompt
 
 
 def hub(repository, negative=""):
     """Weights, VAE and text encoders of a public pipeline."""
-    return dict(teacher=repository) | (dict(encoders=repository, negative_prompt=negative) if TEXT else {})
+    return dict(teacher=repository, encoders=repository, negative_prompt=negative)
 
 
 def rates(lr):

@@ -29,10 +29,11 @@ import resume
 import shard
 import watch
 from common import BadInput, from_rank0, on_rank0
+from nets import encoders
 
 CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp", "fsdp"), resume=("auto", "force", ""),
                wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"),
-               device=("", "cuda", "mps", "cpu"))
+               device=("", "cuda", "mps", "cpu"), encoder_dtype=("", "bf16"))
 LEAST = dict(batch_size=1, accum=1, val_batches=1, steps=1, classes=-1)
 MOST = dict(augment=1, max_iter=9_999_999)              # N.pth has seven digits
 
@@ -51,11 +52,12 @@ def plan(method, cfg, world, local, defaults):
         cfg["classes"] = dataset.classes
     with torch.device("meta"):
         nets = method.build(cfg)
-    check_nets(method, cfg, nets, defaults)
+    check_nets(method, cfg, nets, defaults, hasattr(dataset, "texts"))
     val_set = data.load(cfg, split="val") if cfg["val_every"] else dataset
     for key, some in ("data", dataset), ("val_data", val_set):
-        if tuple(some.shape) != tuple(nets["student"].x_shape):
-            raise BadInput(f"--{key} {cfg[key]} has samples of shape {tuple(some.shape)}, --net {cfg['net']} "
+        shape = encoders.shapes(cfg, some.shape, some.kind)
+        if shape != tuple(nets["student"].x_shape):
+            raise BadInput(f"--{key} {cfg[key]} has samples of shape {shape}, --net {cfg['net']} "
                            f"takes {tuple(nets['student'].x_shape)}; choose a net of that shape")
         for _, changes in val_settings(cfg) if hasattr(method, "check") else ():
             method.check(some, nets, cfg | changes)
@@ -114,7 +116,7 @@ def pick_device(cfg, local):
                        f"({str(e).splitlines()[0]}); give another one, none, or fewer ranks") from None
 
 
-def check_nets(method, cfg, nets, defaults):
+def check_nets(method, cfg, nets, defaults, texts):
     """Keys that these nets cannot follow, once the data's classes are known."""
     if "student" not in nets:
         raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
@@ -122,7 +124,7 @@ def check_nets(method, cfg, nets, defaults):
     if cfg["augment"] and getattr(nets["student"], "augment_dim", None) == 0:
         raise BadInput(f"--augment {cfg['augment']}: nets of {method.path.stem} take no labels of what was "
                        f"augmented and would make such samples; leave it out")
-    if cfg["guidance"] not in (0, 1) and not cfg["classes"]:
+    if cfg["guidance"] not in (0, 1) and not cfg["classes"] and not texts:
         raise BadInput(f"--guidance {cfg['guidance']} needs classes to guide by, and there are none; use "
                        f"--guidance 1")
     for label, changes in val_settings(cfg)[1:]:

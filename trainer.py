@@ -42,6 +42,15 @@ defaults = dict(
     net="edm:digits",        # family:size[,option=value]: edm:cifar10, edm:imagenet64, edm:digits, toy:tiny
     data="digits",           # "digits" (embedded), a folder of images or pairs, a .zip, an .npz: data.py
     classes=-1,              # classes the nets are built for: -1 = those of the data, 0 = unconditional
+    data_keys=(),            # tars: kind=member;other, e.g. image=jpg,caption=txt; "" = the usual ones
+    data_uncond="",          # tars: file of the negative embedding; "" = their uncond.safetensors, if any
+    data_ignore="",          # tars: a file of keys, one a line, that are left out; "" = none
+    data_filter=(),          # tars: tests of the member json, e.g. aesthetic>=5.5; "" = none
+    encoders="",             # folder or hub id of a diffusers pipeline or VAE; "" = data in the net's space
+    encoder_dtype="bf16",    # type of VAE and text encoders: bf16, "" = float32
+    encoder_offload=False,   # keep them in host memory while they are idle
+    offline=False,           # never ask the hub; what it gave before is used
+    negative_prompt="",      # what guidance leads away from; "" = as the official pipeline (SDXL: zeros)
     val_data="",             # held-out data; "" = the held-out digits, for other data the training data
     xflip=False,             # random horizontal flips
     augment=0.0,             # probability of EDM's augmentations; 0 = off
@@ -204,7 +213,7 @@ def train(method, cfg, changed=(), dry_run=False):
         grid = folder / "samples" / f"{done:07d}.png"
         if due(cfg["sample_every"]) and not (at_start and from_rank0(rank == 0 and files.exists(grid), gloo)):
             net = next(iter(emas.values()), nets["student"])
-            x0, columns = judge.draw_grid(method, net, cfg, device, rank, world, gloo)
+            x0, columns = judge.draw_grid(method, net, cfg, device, rank, world, gloo, plan.val_set)
             if not cfg["reshard"]:
                 shard.reshard([net, *nets.values()])
             if rank == 0:

@@ -1,0 +1,95 @@
+"""Encode a data set once: latents (moments of the VAE) and text embeddings, into tars that --data reads.
+
+    torchrun --nproc_per_node 8 tools/encode.py --net sd:sdxl --data "laion/{00000..00099}.tar"
+        --encoders stabilityai/stable-diffusion-xl-base-1.0 --data_filter "aesthetic>=5.5" --out encoded/laion
+
+It takes all keys of the trainer. Images are cut to what --net is trained on. FOLDER gets meta.json (what made
+it; other settings are refused), uncond.safetensors (of --negative_prompt) and 0000000.tar, ... with
+KEY.moments.npy (2 C, H, W), mean and std in the net's space, KEY.cond.safetensors, text (L, D) and pooled,
+KEY.txt, KEY.cls. Rank r makes tars r, r + ranks, ... Given again it makes what is missing or, by the checksum
+in 0000000.crc, damaged (a tar is read into memory for that).
+"""
+import io
+import json
+import sys
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import safetensors.torch
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common, data, files, sample, startup, train, trainer  # noqa: E401, E402
+from nets import encoders  # noqa: E402
+
+config = dict(
+    out="",                          # folder
+    shard=1000,                      # samples of a tar
+    dtype="float16",                 # of moments: float16, float32
+    batch_size=8)                    # samples encoded at once
+
+
+def packed(part, j):
+    """Bytes of sample j of a condition, without its padding."""
+    n = int(part["text_mask"][j].sum()) if "text_mask" in part else None
+    own = dict(text=part["text"][j, :n]) | ({"pooled": part["pooled"][j]} if "pooled" in part else {})
+    return safetensors.torch.save({k: v.cpu().contiguous() for k, v in own.items()})
+
+
+def write(f, found, cfg, ids, device):
+    """A tar of samples `ids`, written into the file f."""
+    with data.webdataset().TarWriter(f, encoder=False, mtime=0) as tar:
+        for part in (ids[i:i + cfg["batch_size"]] for i in range(0, len(ids), cfg["batch_size"])):
+            images, labels = zip(*(found.get(i) for i in part))
+            moments = encoders.moments(torch.from_numpy(np.stack(images)), cfg, device)
+            captions = found.texts(part)["caption"] if hasattr(found, "texts") else ()
+            cond = encoders.prompts(captions, cfg, device) if captions else None
+            for j, i in enumerate(part):
+                np.save(content := io.BytesIO(), moments[j].cpu().numpy().astype(cfg["dtype"]))
+                text = {"txt": captions[j].encode(), "cond.safetensors": packed(cond, j)} if captions else {}
+                label = {"cls": b"%d" % labels[j]} if labels[j] >= 0 else {}
+                tar.write({"__key__": f"{i:09d}", "moments.npy": content.getvalue()} | text | label)
+
+
+def main(argv):
+    method = SimpleNamespace(config=config, path=Path(__file__).resolve(), source=Path(__file__).read_bytes())
+    cfg, _, options = train.resolve(method, argv)
+    if "help" in options:
+        return train.show_help(SimpleNamespace(**vars(method), __doc__=__doc__), cfg)
+    device, rank, world, group = sample.start(cfg["device"])
+    found, folder = data.load(cfg), Path(cfg["out"])
+    common.known("--dtype", cfg["dtype"], ("float16", "float32"))
+    if not cfg["encoders"] or not cfg["out"] or found.kind != "image" or cfg["shard"] < 1:
+        raise common.BadInput("give --out, --encoders, --data of images, and --shard of at least 1")
+    kept = ("net", "encoders", "encoder_dtype", "negative_prompt", "shard", "dtype")
+    about = json.dumps(startup.fingerprint(cfg, found) | {k: cfg[k] for k in kept}).encode()
+
+    def open_folder():
+        sample.make_folder(folder)
+        if files.read(folder / "meta.json") not in (None, about):
+            raise common.BadInput(f"{folder} was made otherwise (see its meta.json); give another --out")
+        files.write(folder / "meta.json", lambda f: f.write(about))
+        if hasattr(found, "texts"):
+            blank = packed(encoders.negative(cfg, device), 0)
+            files.write(folder / "uncond.safetensors", lambda f: f.write(blank))
+    common.on_rank0(open_folder, group)
+    ids, made = range(len(found)), 0
+    shards = [ids[i:i + cfg["shard"]] for i in range(0, len(ids), cfg["shard"])]
+    for k in range(rank, len(shards), world):
+        tar, mark = folder / f"{k:07d}.tar", folder / f"{k:07d}.crc"
+        crc = lambda: zlib.crc32(files.read(tar) or b"")                                         # noqa: E731
+        if files.read(mark) != b"%d" % crc():
+            files.write(tar, lambda f: write(f, found, cfg, shards[k], device))
+            files.write(mark, lambda f: f.write(b"%d" % crc()))
+            print(f"{tar} of {len(shards)}", flush=True)
+            made += 1
+    made = sum(common.everyone(made, group))
+    if rank == 0:
+        print(f"{folder}: {len(found)} samples, {made} tars made now; train on them with --data {folder}")
+    trainer.close(group)
+
+
+if __name__ == "__main__":
+    train.run(main)
