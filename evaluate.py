@@ -192,7 +192,7 @@ def main(argv):
             raise BadInput(f"{run.folder} is a run on {run.cfg['data']}; this version scores --data digits "
                            f"only (FID needs Inception weights); sample.py --out FOLDER feeds another tool")
         rows, todo = [], plan(run, args, device)
-        sample.make_folder(run.folder / "eval")
+        files.make(run.folder / "eval")
         for name, net, steps, calls in todo:
             row = frozen.get((name, steps)) or score(run, net, name, steps, judge, args, here)
             if name not in run.students and name not in run.state["nets"]:              # is scored once

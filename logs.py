@@ -1,11 +1,10 @@
-"""What a run says: means over a window, metrics.jsonl, the log line, the bar, wandb, --dry_run's plan."""
+"""What a run says: means over a window, metrics.jsonl, log lines, wandb, --dry_run."""
 import contextlib
 import json
 import netrc
 import os
 import resource
 import secrets
-import shlex
 import sys
 from pathlib import Path
 
@@ -21,8 +20,7 @@ from nets import encoders
 
 
 class Meter:
-    """Means of scalars over a window and over the ranks (of "skipped" the sum); tensors stay on their device
-    until flush()."""
+    """Means of scalars over a window and the ranks, of "skipped" the sum; tensors stay on their device."""
 
     def __init__(self, gloo):
         self.gloo, self.sums = gloo, {}
@@ -33,22 +31,16 @@ class Meter:
             self.sums[key] = s + torch.as_tensor(value).detach().float().reshape(()), n + 1
 
     def flush(self):
-        """{key: mean}; keys of the student's turns (from `loss` on) come first, whoever's turn was first."""
+        """{key: mean}, in the order in which the keys came."""
         keys, *others = common.everyone(list(self.sums), self.gloo)
         apart = set().union(keys, *others) - set(keys).intersection(*others)
         if apart:
             raise common.BadInput(f"step() logs {', '.join(sorted(apart))} on some ranks only; log it on all")
-        if not keys:
-            return {}
         sums, self.sums = self.sums, {}
         device = max((s.device for s, _ in sums.values()), key=lambda device: device.type != "cpu")
         values = torch.stack([sums[k][0].to(device) / (1 if k == "skipped" else sums[k][1]) for k in keys])
-        if self.gloo is not None:
-            values = common.all_mean(values)
-        means = dict(zip(keys, values.tolist()))
-        i = keys.index("loss") if "loss" in keys else 0
-        j = next((k for k in range(i + 1, len(keys)) if keys[k].startswith("loss_")), len(keys))
-        return {k: means[k] for k in keys[i:j] + keys[:i] + keys[j:]}
+        values = values if self.gloo is None else common.all_mean(values)
+        return dict(zip(keys, values.tolist()))
 
 
 class Recorder:
@@ -69,9 +61,7 @@ class Recorder:
                         f.write(self.lines[-1])
                 else:
                     files.write(self.file, lambda f: f.write("".join(self.lines).encode()))
-            except OSError as e:
-                self.say(f"WARNING: could not write {self.file} ({e.strerror})", "warning")
-            except common.BadInput as e:
+            except (OSError, common.BadInput) as e:
                 self.say(f"WARNING: {e}", "warning")
             self.report(lambda wandb: wandb.log(values, step=it))
 
@@ -82,9 +72,6 @@ class Recorder:
                 self.report(lambda wandb: wandb.log({"samples": wandb.Image(str(here))}, step=it))
         except common.BadInput as e:
             self.say(f"WARNING: {e}", "warning")
-
-    def close(self):
-        self.report(lambda wandb: wandb.finish())
 
     def report(self, call):
         """call(wandb). An error there (its process had a SIGTERM, too) ends the reporting, not the run."""
@@ -97,69 +84,44 @@ class Recorder:
 
     def has(self, it, prefix):
         """True on every rank if a line of `it` has a key with that prefix."""
-        entries = map(json.loads, self.lines)
-        there = any(e["it"] == it and any(k.startswith(prefix) for k in e) for e in entries)
-        return common.from_rank0(there, self.gloo)
+        keys = [k for line in self.lines if (entry := json.loads(line))["it"] == it for k in entry]
+        return common.from_rank0(any(k.startswith(prefix) for k in keys), self.gloo)
 
 
 class Printer:
-    """Lines on stdout, a bar on a terminal. Survives a closed pipe: the run matters more than its output."""
+    """Lines on stdout. Survives a closed pipe: the run matters more than its output."""
 
-    def __init__(self, level, rank, total):
-        self.level, self.rank, self.total, self.bar = level, rank, total, None
+    def __init__(self, level, rank):
+        self.level, self.rank = level, rank
 
     def __call__(self, text, level="info"):
         if (self.rank and self.level != "debug") or (level == "info" and self.level == "warning"):
             return
         with contextlib.suppress(OSError, ValueError):
-            text = f"[rank {self.rank}] {text}" if self.level == "debug" else text
-            if self.bar:
-                self.bar.write(text)
-            else:
-                print(text, flush=True)
+            print(f"[rank {self.rank}] {text}" if self.level == "debug" else text, flush=True)
 
     def warn(self, text):
         self(text, "warning")
 
-    def progress(self, done):
-        """Moves the bar; None ends it."""
-        if self.rank == 0 and sys.stderr.isatty() and self.level != "warning":
-            with contextlib.suppress(OSError, ValueError):
-                if self.bar is None:
-                    from tqdm import tqdm
-                    self.bar = tqdm(total=self.total, initial=done, dynamic_ncols=True, unit="it")
-                elif done is None:
-                    self.bar = self.bar.close()
-                else:
-                    self.bar.update(done - self.bar.n)
-
 
 # ---- lines of the log --------------------------------------------------------------------------------------
+
+CLOCK = dict(ms_per_it="{:.0f} ms/it", data_ms="data {:.1f} ms", img_per_s="{:.0f} img/s", mem_gb="{:.1f} GB",
+             gpu_util="gpu {:.0f} %", reserved_gb="{:.1f} GB reserved", eta_s="eta {:.0f} s")
+
 
 def with_rates(values, batch_size, left, device):
     """Means of a window, with its speed, the time for the iterations left, memory and the use of a GPU."""
     s_per_it = values["ms_per_it"] / 1e3
-    return values | dict(img_per_s=batch_size / s_per_it, eta_s=left * s_per_it, mem_gb=memory_gb(device),
-                         **watch.device_values(device))
+    return values | dict(img_per_s=batch_size / s_per_it, mem_gb=memory_gb(device),
+                         **watch.device_values(device), eta_s=left * s_per_it)
 
 
 def log_line(done, total, values):
-    """it 001200/010000 | loss 0.4 dm 0.4 | dsm 0.08 | norm 0.83 | lr 1.0e-05 | 412 ms/it | ... | eta 1h02m"""
-    meta = ("ms_per_it", "img_per_s", "mem_gb", "reserved_gb", "gpu_util", "eta_s", "data_ms")
-    groups = {"loss": [], "norm": [], "lr": []}
-    for key, value in values.items():
-        if key not in meta:
-            kind = next((k for k in ("norm", "lr") if key.startswith(k)), "loss")
-            kind = "norm" if key in ("skipped", "scale") else kind
-            groups[kind].append(f"{key} {value:.1e}" if kind == "lr" else f"{key} {value:.4g}")
-    m, s = divmod(int(values["eta_s"]), 60)
-    width = max(6, len(str(total)))
-    return " | ".join([
-        f"it {done:0{width}d}/{total:0{width}d}", *(" ".join(group) for group in groups.values() if group),
-        f"{values['ms_per_it']:.0f} ms/it", f"data {values['data_ms']:.1f} ms",
-        f"{values['img_per_s']:.0f} img/s", f"{values['mem_gb']:.1f} GB",
-        *([f"gpu {values['gpu_util']:.0f} %"] if "gpu_util" in values else []),
-        f"eta {m // 60}h{m % 60:02d}m" if m >= 60 else f"eta {m}m{s:02d}s"])
+    """it 001200/010000 | loss 0.4 dm 0.4 norm 0.83 lr 1e-05 | 412 ms/it | ... | eta 3720 s"""
+    own = " ".join(f"{key} {value:.4g}" for key, value in values.items() if key not in CLOCK)
+    clock = (text.format(values[key]) for key, text in CLOCK.items() if key in values)
+    return " | ".join([f"it {done:06d}/{total:06d}", own, *clock])
 
 
 def memory_gb(device):
@@ -170,75 +132,51 @@ def memory_gb(device):
 
 
 def config_lines(cfg, changed):
-    changed = dict(changed)
     return ["config (* = set by preset or command line)"] + [
-            f"{'*' if k in changed else ' '} {k} = {v!r}" +
-            (f"   (default {changed[k]!r})" if k in changed else "") for k, v in cfg.items()]
+        f"* {k} = {v!r}   (default {changed[k]!r})" if k in changed else f"  {k} = {v!r}"
+        for k, v in cfg.items()]
 
 
-def net_lines(nets, trainable):
+def head(cfg, changed, nets, trainable, world):
+    """What a run and a dry run begin with: config, parameters, batch arithmetic, memory."""
+    lines, floats = config_lines(cfg, changed), 0
     for name, net in nets.items():
         sizes = {k: p.numel() for k, p in net.named_parameters()}
-        yield (f"net {name}: {sum(sizes.values()):,} parameters, "
-               f"{sum(sizes[k] for k in trainable[name]):,} trainable")
-
-
-def batch_text(cfg, world):
+        size, train = sum(sizes.values()), sum(sizes[k] for k in trainable[name])
+        floats += size + 3 * train + size * len(cfg["ema"]) * (name == "student")
+        lines.append(f"net {name}: {size:,} parameters, {train:,} trainable")
     each = cfg["batch_size"] // (world * cfg["accum"])
-    shards = f", nets sharded over {cfg['shard_size'] or world}" if cfg["parallel"] == "fsdp" else ""
-    return f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks{shards}"
-
-
-def data_line(cfg, dataset, net):
-    """Size and spread of the data: a wrong value range (0..255, latents scaled twice) shows here first."""
-    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 128))]
-    raw = dict(image=torch.stack([torch.as_tensor(image.copy()) for image in some]),
-               label=torch.zeros(len(some)).long() - 1, id=torch.arange(len(some)))
-    std = encoders.encode(raw, cfg, "cpu")["x0"].std().item()
-    return (f"data {cfg['data']}: {len(dataset):,} samples of {tuple(dataset.shape)}, "
-            f"{dataset.classes} classes, std {std:.3f}" +
-            (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else ""))
+    return [*lines, f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks",
+            f"{4 * floats / 2 ** 30:.2f} GB for weights, gradients, two moments and {len(cfg['ema'])} EMA in "
+            f"float32, in all ranks that share one copy; activations come on top"]
 
 
 def describe(cfg, nets, trainable, opts, names, plan, world, start, changed):
-    """The first lines of a log. names: {parameter: "net.key"}."""
-    owns = {phase: sorted({names[p].split(".")[0] for g in opt.param_groups for p in g["params"]})
-            for phase, opt in opts.items()}
-    return "\n".join(filter(None, [
-        *config_lines(cfg, changed), *net_lines(nets, trainable),
-        *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}, {plan.turns[phase]} turns"
-          for phase, own in owns.items()),
-        f"{batch_text(cfg, world)} | {plan.device}{f', {dist.get_backend()}' if world > 1 else ''}, "
-        f"{torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",
-        f"{'starting' if start == 0 else 'continuing'} at iteration {start}",
-        data_line(cfg, plan.dataset, nets["student"]), resume.scheduler.resume_details()]))
-
-
-def plan(cfg, changed, nets, trainable, world, folder):
-    """What --dry_run prints: config, parameters, batch arithmetic, memory of weights, gradients, moments."""
-    total = sum(p.numel() for net in nets.values() for p in net.parameters())
-    train = sum(p.numel() for net in nets.values() for p in net.parameters() if p.requires_grad)
-    averaged = len(cfg["ema"]) * sum(p.numel() for p in nets["student"].parameters())
-    shares = (cfg["shard_size"] or world) if cfg["parallel"] == "fsdp" else 1
+    """The first lines of a log. names: {parameter: "net.key"}. The spread of the data shows a wrong range of
+    values (0..255, latents scaled twice) first."""
+    lines, data = head(cfg, changed, nets, trainable, world), plan.dataset
+    for phase, opt in opts.items():
+        owns = sorted({names[p].split(".")[0] for g in opt.param_groups for p in g["params"]})
+        lines.append(f"optimizer {phase}: {type(opt).__name__} of {owns}, {plan.turns[phase]} turns")
+    some = [torch.tensor(data.get(i)[0]) for i in range(0, len(data), max(1, len(data) // 128))]
+    raw = dict(image=torch.stack(some), label=torch.full((len(some),), -1), id=torch.arange(len(some)))
+    std = encoders.encode(raw, cfg, "cpu")["x0"].std()
     return "\n".join([
-        *config_lines(cfg, changed), *net_lines(nets, trainable),
-        f"{batch_text(cfg, world)}; {cfg['max_iter']} iterations = "
-        f"{cfg['max_iter'] * cfg['batch_size']:,} samples",
-        f"memory per rank in float32: {4 * (total + 3 * train + averaged) / 2 ** 30 / shares:.2f} GB for "
-        f"weights, gradients, two moments and {len(cfg['ema'])} EMA; activations come on top",
-        f"output {folder}"])
+        *lines, f"data {cfg['data']}: {len(data):,} samples of {tuple(data.shape)}, {data.classes} classes, "
+        f"std {std:.3f} (the net assumes {getattr(nets['student'], 'sigma_data', 'none')})",
+        f"{plan.device}{f', {dist.get_backend()}' if world > 1 else ''}, {cfg['amp'] or 'fp32'}, "
+        f"{'continuing' if start else 'starting'} at iteration {start} {resume.scheduler.resume_details()}"])
 
 
 def ending(cfg, plan, done, last):
     """The last lines of a log."""
     file, grid = ckpt.path(plan.folder / "checkpoints", done), plan.folder / "samples" / f"{done:07d}.png"
-    if done < last:
-        return f"asked to stop: {done} iterations are in {file}; the same command continues there"
     if done < cfg["max_iter"]:
-        return f"stopped at --stop_at {cfg['stop_at']}: {file}"
+        why = "asked to stop" if done < last else "stopped at --stop_at"
+        return f"{why}: {done} iterations are in {file}"
     digits = plan.fingerprint.get("pairs_of", cfg["data"]) == "digits"
-    return (f"done: {file}\nsamples: {grid if cfg['sample_every'] else 'none'}" +
-            f"\nscore it: python evaluate.py {shlex.quote(str(plan.folder))}" * digits)
+    return (f"done: {file}" + f"\nsamples: {grid}" * bool(cfg["sample_every"]) +
+            f"\nscore it: python evaluate.py {plan.folder}" * digits)
 
 
 # ---- pictures, wandb ---------------------------------------------------------------------------------------
@@ -252,42 +190,34 @@ def save_png(picture, file, about={}):
     files.write(file, lambda f: picture.save(f, format="PNG", pnginfo=info))
 
 
-def save_grid(images, file, columns, about={}, pad=1):
+def save_grid(images, file, columns, about={}):
     """uint8 images (N, C, H, W) as one PNG, row by row; small ones enlarged so that a pixel can be seen."""
     from PIL import Image
     n, c, h, w = images.shape
     rows, zoom = -(-n // columns), max(1, 64 // h)
-    sheet = torch.full((c, rows * (h + pad) + pad, columns * (w + pad) + pad), 255, dtype=torch.uint8)
+    sheet = torch.full((c, rows * (h + 1) + 1, columns * (w + 1) + 1), 255, dtype=torch.uint8)
     for i, image in enumerate(images.cpu()):
-        y, x = pad + i // columns * (h + pad), pad + i % columns * (w + pad)
+        y, x = 1 + i // columns * (h + 1), 1 + i % columns * (w + 1)
         sheet[:, y:y + h, x:x + w] = image
     picture = Image.fromarray(sheet.permute(1, 2, 0).squeeze(-1).numpy())
-    picture = picture.resize((picture.width * zoom, picture.height * zoom), Image.NEAREST)
-    save_png(picture, file, about)
+    save_png(picture.resize((picture.width * zoom, picture.height * zoom), Image.NEAREST), file, about)
 
 
 def start_wandb(cfg, folder, say):
     """wandb with a run that continues under its old id, or None with one line why. Never prompts."""
-    mode = cfg["wandb"] or os.environ.get("WANDB_MODE", "")
-    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    mode, key = cfg["wandb"] or os.environ.get("WANDB_MODE") or "online", os.environ.get("WANDB_API_KEY")
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
-        has_key = has_key or netrc.netrc().authenticators(host) is not None
-    mode = mode or ("online" if has_key else "disabled")
-    if mode == "disabled" or (mode == "online" and not has_key):
-        say("wandb disabled" + ("" if cfg["wandb"] == "disabled" else
-                                ": no key (WANDB_API_KEY or ~/.netrc); metrics are in metrics.jsonl"))
-        return None
+        key = key or netrc.netrc().authenticators("api.wandb.ai")
+    if mode == "disabled" or (mode == "online" and not key):
+        return say("wandb disabled" + ": no key (WANDB_API_KEY or ~/.netrc)" * (mode == "online"))
     try:
         import wandb
         id_file = folder / "wandb_id.txt"
         run_id = (files.read(id_file) or b"").decode().strip() or secrets.token_hex(4)
-        local = str(folder) if isinstance(folder, Path) else None       # None = $WANDB_DIR, or where we are
         wandb.init(project=cfg["project"], group=cfg["group"], name=cfg["name"], id=run_id, resume="allow",
-                   mode=mode, dir=local, config=cfg, settings=wandb.Settings(silent=True, init_timeout=30))
+                   mode=mode, dir=str(folder) if isinstance(folder, Path) else None, config=cfg,
+                   settings=wandb.Settings(silent=True, init_timeout=30))
         files.write(id_file, lambda f: f.write(f"{run_id}\n".encode()))
         return wandb
     except Exception as e:                             # missing package, no network: training goes on without
-        say(f"wandb disabled: {str(e).splitlines()[0] if str(e) else type(e).__name__} (pip install wandb, "
-            f"or --wandb offline)", "warning")
-        return None
+        say(f"wandb disabled ({type(e).__name__}: {e}); pip install wandb, or --wandb offline", "warning")

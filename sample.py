@@ -144,10 +144,6 @@ def numbers(flag, text, limit):
     return found
 
 
-def make_folder(folder):
-    startup.make_folder(folder, f"{folder} cannot be written to", "give another place")
-
-
 def arguments(name, text, batch):
     """A parser of what sample.py and evaluate.py both take."""
     parser = argparse.ArgumentParser(name, description=text,
@@ -181,7 +177,7 @@ def main(argv):
     labels = torch.tensor([classes[i % len(classes)] for i in ids])
     out = files.place(args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}.png")
     one_sheet = out.suffix.lower() == ".png"
-    make_folder(out.parent if one_sheet else out)
+    files.make(out.parent if one_sheet else out)
 
     # draw; separate files are written batch by batch
     from PIL import Image

@@ -2,7 +2,6 @@
 
 The checks run before the process group starts, alike on every rank: a mistake costs seconds and one sentence.
 """
-import ast
 import contextlib
 import copy
 import fcntl
@@ -10,7 +9,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import time
 import zlib
 from collections import Counter
@@ -31,34 +29,41 @@ import watch
 from common import BadInput, from_rank0, on_rank0
 
 CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp", "fsdp"), resume=("auto", "force", ""),
-               wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"),
-               device=("", "cuda", "mps", "cpu"))
+               wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"))
 LEAST = dict(batch_size=1, accum=1, val_batches=1, steps=1, classes=-1)
 MOST = dict(augment=1, max_iter=9_999_999)              # N.pth has seven digits
+HINT = "make one with methods/sft.py, or give PATH[#ENTRY]"
 
 
 def plan(method, cfg, world, local, defaults):
     """What a run is made of, after all checks of it: device, data sets, nets (on the meta device), names of
     their trainable parameters, init's sources, turns of each phase, folder. Sets cfg["classes"]."""
-    check(cfg, world, defaults)
+    check(cfg, world)
     watch.profile_window(cfg)
     watch.deterministic(cfg["deterministic"])
     device = pick_device(cfg, local)
     torch.set_float32_matmul_precision("high" if cfg["tf32"] else "highest")
     torch.backends.cudnn.allow_tf32 = cfg["tf32"]
     dataset = data.load(cfg)
-    if cfg["classes"] < 0:
-        cfg["classes"] = dataset.classes
+    cfg["classes"] = dataset.classes if cfg["classes"] < 0 else cfg["classes"]
     with torch.device("meta"):
         nets = method.build(cfg)
-    check_nets(method, cfg, nets, defaults)
+    student = nets["student"]
+    if cfg["augment"] and getattr(student, "augment_dim", None) == 0:
+        raise BadInput(f"--augment {cfg['augment']}: nets of {method.path.stem} take no labels of what was "
+                       f"augmented and would make such samples; leave it out")
+    if cfg["guidance"] not in (0, 1) and not cfg["classes"]:
+        raise BadInput(f"--guidance {cfg['guidance']} needs classes to guide by; use --guidance 1")
     val_set = data.load(cfg, split="val") if cfg["val_every"] else dataset
     for key, some in ("data", dataset), ("val_data", val_set):
-        if tuple(some.shape) != tuple(nets["student"].x_shape):
+        if tuple(some.shape) != tuple(student.x_shape):
             raise BadInput(f"--{key} {cfg[key]} has samples of shape {tuple(some.shape)}, --net {cfg['net']} "
-                           f"takes {tuple(nets['student'].x_shape)}; choose a net of that shape")
-        for _, changes in val_settings(cfg) if hasattr(method, "check") else ():
-            method.check(some, nets, cfg | changes)
+                           f"takes {tuple(student.x_shape)}; choose a net of that shape")
+        for label, changes in val_settings(cfg):
+            if (defaults.keys() & changes) - {"steps", "guidance"}:
+                raise BadInput(f"--val_settings {label[:-1]} changes nets or trainer, not step")
+            if hasattr(method, "check"):
+                method.check(some, nets, cfg | changes)
     inits, turns = check_method(method, cfg, nets)
     return SimpleNamespace(
         device=device, dataset=dataset, val_set=val_set, nets=nets, inits=inits, turns=turns,
@@ -66,13 +71,10 @@ def plan(method, cfg, world, local, defaults):
         folder=output_folder(cfg), fingerprint=fingerprint(cfg, dataset))
 
 
-def check(cfg, world, defaults):
+def check(cfg, world):
     for key, choices in CHOICES.items():
         if cfg[key] not in choices:
             raise BadInput(f"--{key} {cfg[key]!r} is not known; choose from {', '.join(map(repr, choices))}")
-    for key in ("project", "group", "name"):
-        if cfg[key] in ("", ".", "..") or "/" in cfg[key]:
-            raise BadInput(f"--{key} {cfg[key]!r} cannot be the name of a folder; leave out / and dots alone")
     for key, value in cfg.items():
         counted = re.fullmatch(r"(max|lr)_\w+|\w+_(weight|decay|every|ratio|size|rate)|lr|clip|seed|warmup|"
                                r"workers|augment|stop_at|keep_last|timeout_s", key)
@@ -82,18 +84,14 @@ def check(cfg, world, defaults):
                 raise BadInput(f"--{key} {value} must be a number from {low} to {high}")
     parts = world * cfg["accum"]
     if cfg["batch_size"] % parts:
-        low = cfg["batch_size"] // parts * parts
         raise BadInput(f"batch_size {cfg['batch_size']} is not divisible by {world} ranks x accum "
-                       f"{cfg['accum']} = {parts}; nearest {f'{low} or ' if low else ''}{low + parts}")
+                       f"{cfg['accum']}; the next one is {-(-cfg['batch_size'] // parts) * parts}")
     if world % (cfg["shard_size"] or world):
         raise BadInput(f"--shard_size {cfg['shard_size']} does not divide the {world} ranks; give 0 for all")
-    for key in ("shard_size", "offload", "reshard"):
-        if cfg[key] != defaults[key] and cfg["parallel"] != "fsdp":
-            raise BadInput(f"--{key} {cfg[key]} is of sharded nets; give --parallel fsdp, or leave it out")
     common.lr_factor(cfg["lr_schedule"], 0, cfg["warmup"], 1)
     names = [common.parse_ema(str(e))[0] for e in cfg["ema"]]
     if len(set(names)) < len(names):
-        raise BadInput(f"--ema {','.join(map(str, cfg['ema']))} names an average twice")
+        raise BadInput(f"--ema {cfg['ema']} names an average twice")
 
 
 def ranks():
@@ -102,34 +100,11 @@ def ranks():
 
 
 def pick_device(cfg, local):
-    name = cfg["device"] or ("cuda" if torch.cuda.is_available() else
-                             "mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.empty(0, device=f"cuda:{local}" if name == "cuda" else name).device
-        if name == "cuda":
-            torch.cuda.set_device(device)
-        return device
-    except (RuntimeError, AssertionError) as e:
-        raise BadInput(f"--device {name} cannot be used by rank {local} of this node "
-                       f"({str(e).splitlines()[0]}); give another one, none, or fewer ranks") from None
-
-
-def check_nets(method, cfg, nets, defaults):
-    """Keys that these nets cannot follow, once the data's classes are known."""
-    if "student" not in nets:
-        raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
-                       f"named student")
-    if cfg["augment"] and getattr(nets["student"], "augment_dim", None) == 0:
-        raise BadInput(f"--augment {cfg['augment']}: nets of {method.path.stem} take no labels of what was "
-                       f"augmented and would make such samples; leave it out")
-    if cfg["guidance"] not in (0, 1) and not cfg["classes"]:
-        raise BadInput(f"--guidance {cfg['guidance']} needs classes to guide by, and there are none; use "
-                       f"--guidance 1")
-    for label, changes in val_settings(cfg)[1:]:
-        with torch.device("meta"):
-            others = method.build(cfg | changes)
-        if str(nets) != str(others) or (defaults.keys() & changes) - {"steps", "guidance"}:
-            raise BadInput(f"--val_settings {label[:-1]} changes nets or trainer, not step")
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(cfg["device"] or best)
+    if device.type == "cuda":
+        torch.cuda.set_device(device := torch.device("cuda", local))
+    return device
 
 
 def check_method(method, cfg, nets):
@@ -145,31 +120,24 @@ def check_method(method, cfg, nets):
         first = {}
         for key, p in net.named_parameters(remove_duplicate=False):
             if first.setdefault(p, key) != key:
-                raise BadInput(f"{where}: {name}.{key} and {name}.{first[p]} are one parameter; give it "
-                               f"one owner and pass it to where else it is used")
+                raise BadInput(f"{where}: {name}.{key} and {name}.{first[p]} are one parameter; give it one "
+                               f"owner and pass it to where else it is used")
             if p.dim() == 0 and cfg["parallel"] == "fsdp":
-                raise BadInput(f"{where}: {name}.{key} has no rows to share (shape ()); give it shape (1,)")
-            if (n := owners.pop(p, 0)) != p.requires_grad:
-                raise BadInput(f"{where}: parameter {name}.{key} is "
-                               f"{'trainable' if p.requires_grad else 'frozen'} and in {n} optimizers; "
-                               f"trainable ones belong to one, frozen ones (requires_grad False in "
-                               f"build) to none")
-    if owners:
-        raise BadInput(f"{where}: optimizers() holds {len(owners)} parameters of no net of build()")
+                raise BadInput(f"{where}: {name}.{key} has no rows to share; give it shape (1,)")
+            if (n := owners[p]) != p.requires_grad:
+                kind = "trainable" if p.requires_grad else "frozen"
+                raise BadInput(f"{where}: parameter {name}.{key} is {kind} and in {n} optimizers; trainable "
+                               f"ones belong to one, frozen ones to none")
     return inits, turns
 
 
 def call(method, nets, batch, it, cfg):
-    """(loss, {name: scalar}) of the method's step, under autocast; BadInput where it breaks its contract."""
+    """(loss, {name: scalar}) of the method's step, under autocast."""
     with autocast(cfg, batch["x0"].device):
         loss, parts = method.step(nets, batch, it, cfg)
-    wrong = [f"{key!r} of shape {tuple(value.shape)}, not a scalar" for key, value in (
-             dict(loss=loss) | parts).items() if torch.is_tensor(value) and value.numel() != 1]
     if torch.is_grad_enabled() and not getattr(loss, "requires_grad", False):
-        wrong.append("a loss that depends on no parameter of that optimizer; is something under no_grad?")
-    if wrong:
-        raise BadInput(f"{method.path}: step() at it {it} (phase {method.phase(it, cfg)!r}) returned "
-                       f"{wrong[0]}")
+        raise BadInput(f"{method.path}: step() at it {it} (phase {method.phase(it, cfg)!r}) returned a loss "
+                       f"that depends on no parameter of that optimizer; is something under no_grad?")
     return loss, parts
 
 
@@ -191,25 +159,20 @@ def parse(key, text, default, where):
     try:
         if isinstance(default, bool):
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if isinstance(default, int):
-            if float(text) != int(float(text)):         # 1e4 is an int for an int key, 3.5 is not
-                raise ValueError
-            return int(float(text))
-        if isinstance(default, float):
+        if isinstance(default, (int, float)):
             number = float(text)
-            if not math.isfinite(number):
+            if not math.isfinite(number) or number != type(default)(number):    # 1e4 is an int, 3.5 is not
                 raise ValueError
-            return number
+            return type(default)(number)
         if isinstance(default, tuple):                  # a,b or, as --dry_run prints it, ('a', 'b') or [1, 2]
-            words = bool(default) and isinstance(default[0], str)
-            values = tuple(ast.literal_eval(text) if text[:1] in ("(", "[") else
-                           [e.strip() if words else element(e.strip()) for e in text.split(",") if e.strip()])
-            kinds = str if words else (int, float) if default else (int, float, str)
-            if not all(isinstance(e, kinds) for e in values):
+            parts, words = text.strip("()[]").split(","), default and isinstance(default[0], str)
+            parts = [part.strip(" '\"") for part in parts if part.strip()]
+            values = tuple(parts if words else map(element, parts))
+            if default and not words and any(isinstance(v, str) for v in values):
                 raise ValueError
             return values
         return text
-    except (KeyError, ValueError, OverflowError, TypeError, SyntaxError):
+    except (KeyError, ValueError):
         kind = {bool: "true, false, 1 or 0", int: "a whole number", float: "a number",
                 tuple: "a list a,b of such values"}[type(default)]
         raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there, so give "
@@ -248,39 +211,23 @@ def fingerprint(cfg, dataset):
                 crc=zlib.crc32(b"".join(a.tobytes() for a in [dataset.label, *some])))
 
 
-def make_folder(folder, problem, cure, subs=("",)):
-    """Create the folder and its `subs`; BadInput "problem (reason); cure" if nothing can be written there."""
-    if not isinstance(folder, Path):                    # a store has no folders to create, so it is asked
-        files.write(folder / ".writable", lambda f: f.write(b"yes"))
-        return files.remove(folder / ".writable")
-    try:
-        for sub in subs:
-            (folder / sub).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as e:
-        raise BadInput(f"{problem} ({e.strerror}); {cure}") from None
-
-
 def check_folder(method, cfg, folder, state=None, data=None):
     """True if there are checkpoints to continue from; BadInput if they (`state`: the newest) are not ours."""
     if not ckpt.scan(folder / "checkpoints"):
         return False
     if cfg["resume"] == "":
-        raise BadInput(f"{folder} holds checkpoints, which --resume \"\" refuses; start anew with --name "
-                       f"NEW, or continue with --resume auto")
-    was, mine = state, method.path.stem
-    if was is None:
-        was = json.loads(files.read(folder / "config.json") or b"{}")
+        raise BadInput(f"{folder} holds checkpoints; --name NEW starts anew, --resume auto continues")
+    was, mine = state or json.loads(files.read(folder / "config.json") or b"{}"), method.path.stem
     if was.get("method", mine) != mine:
         raise BadInput(f"{folder} is a run of {was['method']}, not of {mine}; use --name NEW")
     if cfg["resume"] == "force":
         return True
+    ways = "--name NEW starts a new run, --resume force continues with what there is now"
     if files.read(folder / "method.py") not in (None, method.source):
-        raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, "
-                       f"--resume force continues with the changed file")
+        raise BadInput(f"{method.path} has changed since {folder} began; {ways}")
     if state and state["data"] | dict(path="") != data | dict(path=""):
         raise BadInput(f"--data {cfg['data']} is not the data {folder} began with, {state['data']['path']} "
-                       f"then; --name NEW starts a new run, --resume force continues with the other data")
+                       f"then; {ways}")
     return True
 
 
@@ -298,36 +245,28 @@ def join(cfg, world, device):
     return gloo, shard.make_mesh(cfg, world, device, limit)
 
 
-def take_lock(folder, rank, gloo):
+def take_lock(folder, gloo):
     """One run per folder at a time. The lock is the kernel's: it ends with the process, however that ends.
     A store has none. Two runs with one URL would write whole files each, the last one's would stay."""
-    handle = error = None
-    if rank == 0 and isinstance(folder, Path):
+    def lock():
         handle = open(folder / ".lock", "w")
         for attempt in range(20):                       # a killed predecessor may still be saving
-            error = None
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                return handle
             except BlockingIOError:
-                error = f"{folder} is in use by another run; wait for it, or use --name NEW"
                 time.sleep(0.5)
             except OSError:                             # a file system without locks
-                break
-    error = from_rank0(error, gloo)
-    if error:
-        raise BadInput(error)
-    return handle
+                return handle
+        raise BadInput(f"{folder} is in use by another run; wait for it, or use --name NEW")
+    return on_rank0(lock, gloo) if isinstance(folder, Path) else None
 
 
 def pin_sources(cfg, nets, inits, state):
     """dict(sources, held): every source of init pinned to a file, and the tensors of those that the
     checkpoint `state` does not make superfluous. BadInput where one is missing or does not fit its net."""
-    hint = "run the first stage, or give --stage1 PATH[#ENTRY]" if cfg.get("stage1") else (
-        f"make one with `torchrun train.py methods/sft.py --net {cfg['net']} --data {cfg['data']}`, or give "
-        f"--teacher PATH[#ENTRY]")
     kept = state["sources"] if state else {}
-    sources = {s: kept.get(s) or ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
+    sources = {s: kept.get(s) or ckpt.resolve(s, HINT) for s in inits.values() if s not in nets}
     held = {s: ckpt.read(sources[s]) for s in fill.needed(nets, inits, state)}
     fill.check_sources(nets, inits, held)
     return dict(sources=sources, held=held)
@@ -376,10 +315,9 @@ def fill_nets(cfg, plan, averages, held, state, mesh):
 
 def open_folder(method, cfg, folder, sources, state, start, say):
     """config.json, method.py; on resume name what differs. Log lines and pictures past the checkpoint go."""
-    pictures = [n for n in files.names(folder / "samples") if re.fullmatch(r"[0-9]{7}\.png", n)]
-    late = [folder / "samples" / n for n in pictures if not state or int(n[:7]) > start]
-    left = folder.rglob(".*.tmp") if isinstance(folder, Path) else ()       # by a killed save
-    for file in [*left, *late]:
+    late = [folder / "samples" / n for n in files.names(folder / "samples")
+            if re.fullmatch(r"[0-9]{7}\.png", n) and not (state and int(n[:7]) <= start)]
+    for file in [*late, *(folder.rglob(".*.tmp") if isinstance(folder, Path) else ())]:     # of a killed save
         files.remove(file)
     for key, was in state["config"].items() if state else ():
         if cfg.get(key, was) != was:

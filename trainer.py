@@ -103,16 +103,16 @@ def train(method, cfg, changed=(), dry_run=False):
     found = startup.check_folder(method, cfg, folder)
     pins = None if found or rank else startup.pin_sources(cfg, nets, plan.inits, None)
     if dry_run:
-        return print(logs.plan(cfg, changed, nets, trainable, world, folder))
-    startup.make_folder(folder, f"output folder {folder} is not writable",
-                        "set FEWSTEP_OUTPUT_ROOT to one that is", ("checkpoints", "samples"))
+        return print(*logs.head(cfg, changed, nets, trainable, world), f"output {folder}", sep="\n")
+    for sub in "checkpoints", "samples":
+        files.make(folder / sub)
 
     # ---- process group, the folder's lock, the checkpoint to continue from
     watchdog = watch.Watchdog(cfg["timeout_s"], rank, world)
     watchdog.mark(0, "", "joining the other ranks")
     gloo, mesh = startup.join(cfg, world, device)
-    say = logs.Printer(cfg["log_level"], rank, cfg["max_iter"])
-    lock = startup.take_lock(folder, rank, gloo)        # held until this process ends
+    say = logs.Printer(cfg["log_level"], rank)
+    lock = startup.take_lock(folder, gloo)        # held until this process ends
     start, state = startup.newest(method, cfg, folder, plan.fingerprint, rank, gloo, say)
     if state or from_rank0(found, gloo):
         pins = on_rank0(lambda: startup.pin_sources(cfg, nets, plan.inits, state), gloo)
@@ -285,7 +285,6 @@ def train(method, cfg, changed=(), dry_run=False):
                     values["scale"] = scaler.get_scale()
                 record(done, values)
                 say(logs.log_line(done, cfg["max_iter"], values))
-            say.progress(done)
             if done == last or (cfg["save_every"] and done % cfg["save_every"] == 0):
                 checkpoint(done)
             look(done)                                  # after the save: what fails here costs nothing
@@ -306,8 +305,7 @@ def train(method, cfg, changed=(), dry_run=False):
     if done < last and rank == 0:
         resume.scheduler.request_resume()
     watchdog.mark(done, "", "leaving")
-    say.progress(None)
-    record.close()
+    record.report(lambda wandb: wandb.finish())
     if lock:
         lock.close()
     close(gloo)

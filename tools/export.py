@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import ckpt, common, files, fill, startup, train  # noqa: E401, E402
+import ckpt, common, files, fill, train  # noqa: E401, E402
 
 SHARD = 5 * 10 ** 9         # bytes of a file
 RECORD = ("method", "net", "steps", "t_list", "guidance", "sampler", "max_iter")
@@ -72,9 +72,7 @@ def main(argv):
         raise common.BadInput(f"{out} is a folder, for weights of a run: write RUN#ema or RUN#student")
     if files.exists(out):
         raise common.BadInput(f"{out} exists; give another name")
-    if isinstance(out, Path):
-        startup.make_folder(out if out.suffix == "" else out.parent, f"{out} cannot be written to",
-                            "give another place")
+    files.make(out if out.suffix == "" else out.parent)
     if source["entry"]:
         held = ckpt.read(source)
         content = {k: v.contiguous() for k, v in held.items()} if out.suffix else {}
