@@ -79,7 +79,6 @@ def two_ranks():
     torch.distributed.destroy_process_group()
     method, cfg = setup("sft", max_iter=4, name="one_rank_is_inf")
     skipping = run.run(poisoned("sft", 2, by=float("inf")) if rank == 1 else method, cfg)
-    torch.distributed.destroy_process_group()
     return [p.grad for p in params], told, dict(skipping.nets["student"].state_dict()), skipping.lines
 
 def test_two_ranks_agree_and_one_process_is_left_alone():
