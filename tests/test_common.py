@@ -10,9 +10,9 @@ import torch
 
 from common import (KINDS, add_noise, alpha_sigma, alpha_table, convert, curve, denoising_loss, dmd_loss,
     drop_condition, ema_beta, expand, few_step, gan_loss_d, gan_loss_g, hash_seed, heun, loss_weight,
-    lr_factor, make_net, noise_fn, optimizer, parse_ema, predict, r1_approx, rollout, sample_t, seed_default,
+    lr_factor, noise_fn, optimizer, parse_ema, predict, r1_approx, rollout, sample_t, seed_default,
     shared_generator, t_from_ratio, t_list, t_quantile, t_range, train_noise)
-from run import differing, refused
+from run import refused
 
 f64, nan, inf = torch.float64, math.nan, math.inf
 tensor = lambda *values: torch.tensor(values, dtype=f64)
@@ -45,19 +45,16 @@ class Gaussian:
         return dict(out=out, taps=[m], logvar=t.log()) if kw else out
 
 # ---- schedules
-def test_tables_hold_the_published_abar_at_every_thousandth_and_the_other_schedules_end_where_they_should():
+def test_tables_hold_the_published_abar_and_the_other_schedules_end_where_they_should():
     for schedule, abar, atol in (
             ("dit", {0: 0.9999, 100: 0.89514, 250: 0.52142, 500: 0.07780, 750: 0.00330, 999: 4.04e-5}, 5e-6),
             ("sd", {0: 0.99915, 100: 0.89422, 250: 0.67379, 500: 0.27633, 750: 0.05617, 999: 0.00466}, 5e-6),
-            ("sdxl", {0: 0.99915, 250: 0.67379, 999: 0.0046601}, 5e-6), ("cogvideox", {0: 0.99915}, 5e-6),
             ("cogvideox", {998: 1.97e-7, 999: 0.0}, 1e-9), ("cogvideox2b", {998: 6.2e-8, 999: 0.0}, 1e-9)):
         alpha, sigma = alpha_sigma(schedule, tensor(*abar) / 1000)
         assert close(alpha ** 2, tensor(*abar.values()), 0, atol), schedule
         assert close(alpha ** 2 + sigma ** 2, 1 + 0 * alpha) and t_range(schedule) == (0, 0.999)
     table = torch.from_numpy(np.sqrt(np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))))
-    for dtype, tol in ((f64, 1e-14), (torch.float32, 2e-6)):
-        alpha, _ = alpha_sigma("dit", (torch.arange(1000, dtype=f64) / 1000).to(dtype))
-        assert alpha.dtype == dtype and close(alpha, table, 0, tol)
+    assert close(alpha_sigma("dit", torch.arange(1000, dtype=f64) / 1000)[0], table, 0, 1e-14)
     assert close(alpha_sigma("dit", 0.25025)[0], 0.75 * table[250] + 0.25 * table[251])
     for schedule, *ends in (("edm", (1, 1), (0.002, 80)), ("rf", (1, 0.001), (0, 0.999)),
                             ("trig", (1, 0), (0, 1))):
@@ -100,38 +97,25 @@ def test_conversion_stays_finite_and_keeps_its_sign_where_a_denominator_vanishes
     assert close(convert("cogvideox", 2 * one, one, end, "eps", "x0"), 1e6 * one, 1e-6)
     assert close(convert("cogvideox", one, -one, end, "v", "x0"), one)  # v has no such place
 
-def test_times_per_frame_equal_frames_noised_one_by_one():
-    (x0, eps), t = randn(2, 2, 3, 5, 4, 4).float(), torch.rand(2, 5, dtype=f64)  # (B, C, F, H, W)
-    one_by_one = [add_noise("rf", x0[:, :, f], eps[:, :, f], t[:, f]) for f in range(5)]
-    assert torch.equal(add_noise("rf", x0, eps, t), torch.stack(one_by_one, 2))
-    with pytest.raises(AssertionError):
-        expand(t[:, :4], x0)
-
 # ---- guidance, conditions
 @pytest.mark.parametrize("guidance, passes", [(0, [0]), (0.5, [1, 0]), (1, [1]), (2, [1, 0])])
 def test_guidance_costs_two_passes_only_where_it_must(guidance, passes):
     net, x, t = Gaussian("rf", "flow"), tensor(1.0), tensor(0.5)
     cond, uncond = dict(m=tensor(1)), dict(m=tensor(0))
-    out = predict(net, x, t, cond, "x0", uncond, guidance)
+    predict(net, x, t, cond, "x0", uncond, guidance)
     assert [c["m"].item() for _, c in net.seen] == passes
-    with_taps = predict(net, x, t, cond, "x0", uncond, guidance, taps=(0,))
-    assert torch.equal(with_taps["out"], out) and with_taps["taps"][0].item() == passes[0]
-    assert guidance != 1 or torch.equal(predict(net, x, t, cond), out)
 
 def test_condition_dropout_replaces_whole_samples():
-    cond = dict(label=torch.arange(1000), text=torch.ones(1000, 3, 2), image=torch.ones(1000, 4))
+    cond = dict(label=torch.arange(1000), text=torch.ones(1000, 3), image=torch.ones(1000, 4))
     uncond = {k: torch.full_like(v, -1) for k, v in cond.items()}
-    assert drop_condition(cond, uncond, 0.0) is cond and drop_condition({}, {}, 0.5) == {}
-    assert differing(drop_condition(cond, uncond, 1.0), uncond) == []
     seed_default(0)
     out = drop_condition(cond, uncond, 0.3, keep=("image",))
     kept = out["label"] == cond["label"]
     assert 0.65 < kept.float().mean() < 0.75 and torch.equal(kept, out["label"] != -1)
-    text = (2.0 * kept - 1).view(-1, 1, 1).expand(-1, 3, 2)
-    assert torch.equal(out["text"], text) and torch.equal(out["image"], cond["image"])
+    assert torch.equal(out["text"][:, 0], 2.0 * kept - 1) and torch.equal(out["image"], cond["image"])
 
 # ---- times
-@pytest.mark.parametrize("mean, std", [(-1.1, 2.0), (-1.2, 1.2), (-0.8, 1.6), (3.0, 2.0)])
+@pytest.mark.parametrize("mean, std", [(-1.2, 1.2), (3.0, 2.0)])
 def test_lognormal_quantiles_are_those_of_the_truncated_normal_and_draws_are_quantiles(mean, std):
     u = torch.linspace(0, 0.999, 50, dtype=f64)
     how = dict(dist="lognormal", schedule="edm", mean=mean, std=std)
@@ -142,18 +126,15 @@ def test_lognormal_quantiles_are_those_of_the_truncated_normal_and_draws_are_qua
     t = sample_t(999, device="cpu", **how)
     seed_default(3)                     # of the default generator, in float64
     assert t.dtype == f64 and torch.equal(t, t_quantile(torch.rand(999, dtype=f64), **how))
-    assert sample_t(999, device="cpu", **how | dict(mean=6.0, t_max=800.0)).max() > 400     # sCM
 
 @pytest.mark.parametrize("dist, schedule, params, u, t", [
     ("uniform", "rf", {}, (0, 0.25, 1), (0, 0.24975, 0.999)),
-    ("uniform", "edm", dict(t_min=1.0, t_max=5.0), (0, 0.25, 1), (1, 2, 5)),
     ("shifted", "rf", dict(shift=5.0, t_min=0.001), (0, 0.249 / 0.998, 1), (5 / 1004, 0.625, 0.999)),
     ("logitnormal", "sd", dict(mean=-0.4, t_min=0.001, t_max=0.901), (0, 0.5, 0.8413447460685429),
      (0.001, 0.001 + 0.9 / (1 + math.exp(0.4)), 0.001 + 0.9 / (1 + math.exp(-0.6)))),
     ("logt", "edm", dict(mean=0.0, std=0.2, df=0.01, t_min=1.0), (0.1, 0.25, 0.5, 0.75, 0.9),
      (1.01267, 1.04298, 1.22115, 2.52355, 10.44437)),
-    ("polynomial", "edm", {}, (0, 0.5, 1 - 1e-12), (0.0021015, 2.5265, 79.564)),
-    ("polynomial", "edm", dict(t_min=0.0032, t_max=72.1), (0, 1 - 1e-12), (0.00323, 72.05))])
+    ("polynomial", "edm", {}, (0, 0.5, 1 - 1e-12), (0.0021015, 2.5265, 79.564))])
 def test_quantiles_of_the_other_distributions(dist, schedule, params, u, t):
     rtol = dict(polynomial=1e-3, logt=5e-6).get(dist, 1e-9)
     assert close(t_quantile(tensor(*u), dist, schedule, **params), tensor(*t), rtol)
@@ -165,37 +146,14 @@ def test_step_lists():
     assert close(t_list("edm", 8), edm8, rtol=2e-3)
     assert t_list("rf", 2, (0.999, 0.5)) == t_list("rf", 2, (0.999, 0.5, 0)) == [0.999, 0.5, 0.0]
 
-quantile = lambda *args, **how: t_quantile(tensor(0.5), *args, **how)
-adamw = lambda *names, **how: optimizer([torch.nn.Parameter(tensor(1))], *names, **how)
-
-@pytest.mark.parametrize("says, f, calls", [        # calls: the arguments of each; a dict at the end: by name
-    ("--t_list", t_list, [("rf", 2, bad) for bad in ((0.999,), (0.5, 0.999), (0.5, 0.5), (1.5, 0.5),
-                                                     (0.5, 0.0, 0.0), (nan, 0.5), (None, 0.5))]),
-    ("--steps", t_list, [("rf", n) for n in (10 ** 20, 0)]),
-    ("shifted", quantile, [("lognormal", "rf")]), ("logitnormal", quantile, [("shifted", "sd")]),
-    ("mean lognormal", quantile, [("lognromal", "edm")]), ("mean edm", quantile, [("uniform", "edn")]),
-    ("needs 0 <= t_min", quantile, [
-        ("uniform", "rf", dict(t_max=1.5)), ("uniform", "edm", dict(t_min=5.0, t_max=1.0)),
-        ("logt", "edm", dict(df=0.0)), ("logt", "edm", dict(std=0.0)), ("shifted", "rf", dict(shift=0.5))]),
-    ("polynomial grid", quantile, [("polynomial", "edm", dict(t_min=79.8, t_max=80.0))]),
-    ("loss weight", loss_weight, [(bad, "edm", tensor(1), "x0") for bad in (
-        "emd", "min_snr", "edm:5", "min_snr:nan", "min_snr:0")]),
-    ("lr_schedule", lr_factor, [(bad, 0, 0, 10) for bad in (
-        "cosin", "inv_sqrt", "constant:0.5", "cosine:nan", "cosine:2", "inv_sqrt:0")]),
-    ("ema entry", parse_ema, [(bad,) for bad in (
-        "avg", "ema:1.0", "ema:-0.1", "ema:power=0.5", "ema:half=3", "ema:x", "ema/1", "ema:half_kimg=0")]),
-    ("did you mean toy", make_net, [("toi:tiny",)]), ("did you mean tiny", make_net, [("toy:tinny",)]),
-    ("known: tiny", make_net, [("toy",)]), ("'dropuot'", make_net, [("toy:tiny,dropuot=0.1",)]),
-    ("option=value", make_net, [("toy:tiny,r",)]), ("dropout", make_net, [("toy:tiny,dropout=2",)]),
-    ("negative condition", predict, [(Gaussian("rf", "x0"), tensor(1), tensor(0.5), {}, "x0", none, w)
-                                     for none in (None, {}) for w in (0, 0.5, 2)]),
-    ("prediction 'vel'", convert, [("rf", tensor(0), tensor(0), tensor(0.5), "x0", "vel")]),
-    ("did you mean adam", adamw, [("adan",)]),
-    ("--betas", adamw, [(bad,) for bad in (dict(betas=(0.9, nan)), dict(betas=(0.9,)), dict(lr=-1.0))])])
-def test_what_cannot_work_is_refused_by_name(says, f, calls):
-    for *args, last in calls:
-        args, by_name = (args, last) if isinstance(last, dict) else ([*args, last], {})
-        refused(f, *args, says=[says], **by_name)
+@pytest.mark.parametrize("says, f, args", [
+    ("--t_list", t_list, ("rf", 2, (0.5, 0.999))), ("--t_list", t_list, ("rf", 2, (nan, 0.5))),
+    ("needs 0 <= t_min", lambda t_max: t_quantile(tensor(0.5), "uniform", "rf", t_max=t_max), (1.5,)),
+    ("lr_schedule", lr_factor, ("cosine:nan", 0, 0, 10)), ("ema entry", parse_ema, ("ema:power=0.5",)),
+    ("negative condition", predict, (Gaussian("rf", "x0"), tensor(1), tensor(0.5), {}, "x0", {}, 2)),
+    ("--betas", lambda betas: optimizer([torch.zeros(1)], betas=betas), ((0.9, nan),))])
+def test_what_would_train_wrong_is_refused_by_name(says, f, args):
+    refused(f, *args, says=[says])
 
 # ---- samplers
 def basis(n):
@@ -231,14 +189,11 @@ def test_weights_turn_each_loss_into_the_others_for_any_predictor(schedule):
         assert loss.shape == (4,) and close(loss, denoising_loss(net, x0, t, eps, {}, *same), rtol=1e-10)
     error = (predict(net, add_noise(schedule, x0, eps, t), t, {}, "x0") - x0).square().mean((1, 2))
     assert close(denoising_loss(net, x0, t, eps, {}, "x0", "unit"), error)
-    for net.sigma_data in (0.5, 0.75):
-        weight = loss_weight("edm", schedule, t, "x0", net.sigma_data)
-        assert close(denoising_loss(net, x0, t, eps, {}, "x0", "edm"), weight * error)
     weigh = lambda name, pred="x0": loss_weight(name, schedule, t, pred, 0.5)
     assert close(weigh("snr"), a ** 2 / b ** 2)
     assert close(weigh("min_snr:5", "eps"), (a / b).square().clamp(max=5) * (b / a) ** 2)
 
-def test_weights_of_edm_and_k_diffusion_on_the_raw_network_a_log_variance_head_and_taps():
+def test_weights_of_edm_and_k_diffusion_on_the_raw_network_and_a_log_variance_head():
     t, s = times("edm"), 0.75
     on_F = lambda name: loss_weight(name, "edm", t, "x0", s) * (t * s) ** 2 / (t ** 2 + s ** 2)
     assert close(on_F("edm"), torch.ones(4)) and close(on_F("snr"), s ** 2 / (t ** 2 + s ** 2))
@@ -246,10 +201,6 @@ def test_weights_of_edm_and_k_diffusion_on_the_raw_network_a_log_variance_head_a
     (x0, eps), net = randn(2, 4, 1), Gaussian("edm", "x0")
     plain = denoising_loss(net, x0, t, eps, {})
     assert close(denoising_loss(net, x0, t, eps, {}, logvar=True), plain / t + t.log())
-    assert torch.equal(plain, denoising_loss(net, x0, t, eps, {}, "x0", "edm"))         # the default there
-    loss, taps = denoising_loss(net, x0, t, eps, {}, taps=(0,))
-    assert torch.equal(loss, plain) and len(taps) == 1
-    assert denoising_loss(net, x0.bfloat16(), t, eps.bfloat16(), {}).dtype == torch.float32
 
 def test_dmd_gradient_is_the_normalised_score_difference_exactly():
     x, teacher, fake = 100 * randn(3, 2, 3, 4).float()
@@ -260,7 +211,6 @@ def test_dmd_gradient_is_the_normalised_score_difference_exactly():
     grad = ((fake - teacher) / ((x - teacher).abs().mean((1, 2), keepdim=True) + 1e-6)).detach()
     assert close(x.grad, grad / x.numel(), rtol=1e-6) and teacher.grad is None and fake.grad is None
     assert close(loss.item(), 0.5 * grad.double().square().mean().item(), rtol=1e-5)
-    assert dmd_loss(x.bfloat16(), teacher, teacher) == 0
 
 def test_gan_losses_are_means_of_softplus_or_hinge_and_r1_approximates_the_slope():
     zero, softplus = torch.zeros(7, 3), lambda x: math.log(1 + math.exp(x))
@@ -268,44 +218,34 @@ def test_gan_losses_are_means_of_softplus_or_hinge_and_r1_approximates_the_slope
     assert close(gan_loss_d(tensor(2, 0.5), tensor(-3, 1)),
                  (softplus(-2) + softplus(-0.5) + softplus(-3) + softplus(1)) / 2)
     assert gan_loss_d(zero, zero, "hinge") == 2 and gan_loss_g(zero + 3, "hinge") == -3
-    assert gan_loss_d(zero + 2, zero - 3, "hinge") == 0 and gan_loss_d(zero - 1, zero, "hinge") == 3
     # R1 of a linear discriminator is its squared slope
     a, x_t = randn(6), 5 * randn(200_000, 6, seed=1)
     r1 = r1_approx(x_t @ a, (x_t + 0.1 * randn(200_000, 6, seed=2)) @ a)
     assert close(r1.item(), 0.01 * a.square().sum().item(), rtol=0.01)
 
 # ---- rates
-@pytest.mark.parametrize("warmup, total, floor", [(0, 100, 0.0), (10, 100, 0.1), (0, 1, 0.2), (5, 6, 0.1)])
+@pytest.mark.parametrize("warmup, total, floor", [(0, 100, 0.0), (10, 100, 0.1), (5, 6, 0.1)])
 def test_warm_up_wastes_no_update_inv_sqrt_decays_and_cosine_ends_at_its_floor(warmup, total, floor):
     assert close([lr_factor("constant", n - 1, 10, 100) for n in (1, 5, 10, 11)], [0.1, 0.5, 1, 1])
-    assert lr_factor("constant", 0, 0, 100) == 1
     assert close([lr_factor("inv_sqrt:2000", n, 0, 0) for n in (0, 2000, 8000)], [1, 1, 0.5])
-    lrs = [lr_factor(f"cosine:{floor}" if floor else "cosine", n, warmup, total) for n in range(total + 3)]
+    lrs = [lr_factor(f"cosine:{floor}", n, warmup, total) for n in range(total + 3)]
     assert close(lrs[total:], [floor] * 3, atol=1e-15) and lrs[total - 1] > floor    # the last still moves
-    assert lrs[warmup:] == sorted(lrs[warmup:], reverse=True)
     assert total < 100 or max(lrs) == 1 and close(lrs[(warmup + 100) // 2], (1 + floor) / 2, atol=0.01)
 
-@pytest.mark.parametrize("width, gamma", [(0.01, 96.99), (0.05, 16.97), (0.10, 6.94)])
+@pytest.mark.parametrize("width, gamma", [(0.05, 16.97), (0.10, 6.94)])
 def test_power_ema_keeps_the_profile_of_its_width(width, gamma):
-    entry, average, n = f"ema_p:power={width}", 0.0, 3000
+    entry = f"ema_p:power={width}"
     assert ema_beta(entry, 1, 8) == 0
     assert abs(math.log(ema_beta(entry, 1000, 8)) / math.log(0.999) - 1 - gamma) < 0.006
-    for k in range(1, n + 1):
-        average += (1 - ema_beta(entry, k, 8)) * (k - average)
-    assert close(average / n, (gamma + 1) / (gamma + 2), rtol=1e-3)  # 0.888 for gamma 6.94
 
 def test_ema_entries_and_a_half_life_that_halves_and_ramps_up():
-    assert parse_ema("ema") == ("ema", "rate", 0.9999) == ("ema", "rate", ema_beta("ema", 7, 8))
-    assert parse_ema("ema_2:0.5") == ("ema_2", "rate", 0.5) and ema_beta("ema_2:0.5", 1, 8) == 0.5
-    assert parse_ema("ema_p:power=.1") == ("ema_p", "power", 0.1)
-    assert parse_ema("ema:half_kimg=500") == ("ema", "half_kimg", 500)
+    assert ema_beta("ema", 7, 8) == 0.9999 and ema_beta("ema_2:0.5", 1, 8) == 0.5
     product = math.prod(ema_beta("ema:half_kimg=2", n, 20) for n in range(5001, 5101))  # 2000 images
     assert close([product, ema_beta("ema:half_kimg=500", 10, 20)], [0.5, 0.25])  # 20 images, 5 % of 200: 10
 
 # ---- randomness, nets, optimizers
 def test_seeds_of_different_keys_never_meet():
-    keys = [*itertools.product(range(3), range(40), range(8)), (5,), (5, 0), (5, 0, 0, 0), ("5",), ("5", 0),
-            (-1,), (2 ** 32,), (2 ** 32, 0), (0, 1), ("student", "a.b"), ("fake", "a.b"), ("student.a", "b")]
+    keys = [*itertools.product(range(3), range(40), range(8)), (5,), (5, 0), ("5",), (-1,), (2 ** 32,)]
     seeds = {hash_seed(*k) for k in keys}
     assert len({s % 2 ** 32 for s in seeds}) == len(keys) and max(seeds) < 2 ** 63  # the CPU uses 32 bits
     assert hash_seed("shared", 0, 7) == 3972310823936059529  # runs and samples depend on it for ever
@@ -315,8 +255,8 @@ def test_noise_of_a_sample_depends_on_seed_id_and_k_alone_and_that_of_training_o
     for k in (1, 0):  # whatever was drawn before, with whatever else in the batch
         assert noise(k).shape == (3, 1, 2, 2) and noise(k).dtype == torch.float32
         assert torch.equal(noise_fn(3, [11, 7], (1, 2, 2), "cpu")(k), noise(k)[[2, 0]])
-    others = noise(1), noise_fn(4, [7, 2, 11], (1, 2, 2), "cpu")(0), noise(0)[[1, 2, 0]]
-    assert not any((x == noise(0)).any() for x in others)
+    for other in noise(1), noise_fn(4, [7, 2, 11], (1, 2, 2), "cpu")(0), noise(0)[[1, 2, 0]]:
+        assert not (other == noise(0)).any()
     def draws():
         seed_default(hash_seed(0, 5, 1))
         noise, numbers = train_noise((4, 2), "cpu"), [np.random.rand(), random.random()]
@@ -324,13 +264,5 @@ def test_noise_of_a_sample_depends_on_seed_id_and_k_alone_and_that_of_training_o
     first = draws()
     assert all(map(torch.equal, first, draws()))
     assert torch.equal(first[0], first[2]) and not (first[0] == first[1]).any()
-    exits = [[int(torch.randint(1000, (), generator=shared_generator(seed, it))) for it in range(9)]
-             for seed in (0, 0, 1)]
-    assert exits[0] == exits[1] != exits[2] and len(set(exits[0])) > 5
-
-@pytest.mark.parametrize("kind, fast", [("AdamW", "fused"), ("Adam", "fused"), ("RAdam", "foreach")])
-def test_optimizers_are_torchs(kind, fast):
-    how = dict(lr=0.1, betas=(0, 0.9), eps=1e-6, weight_decay=0.1)
-    ours, theirs = adamw(kind.lower(), **how), getattr(torch.optim, kind)
-    how |= {"betas": (0.0, 0.9), fast: True}            # of one kind, as torch wants them
-    assert type(ours) is theirs and ours.defaults == theirs([torch.zeros(1)], **how).defaults
+    a, b, c = (torch.randint(10 ** 9, (), generator=shared_generator(0, it)) for it in (3, 3, 4))
+    assert a == b != c

@@ -1,10 +1,7 @@
 """Data sets, their order, the loader and the augmentation pipe."""
-import hashlib
 import io
 import json
 import math
-import threading
-import time
 import zipfile
 
 import numpy as np
@@ -14,7 +11,6 @@ from PIL import Image
 
 import augment
 import data
-from common import BadInput
 from nets import encoders
 from run import differing, refused
 
@@ -42,8 +38,8 @@ def npz(**arrays):
     np.savez(file, **arrays)
     return file.getvalue()
 
-def labels(*table, text=None):
-    return {"dataset.json": '{"labels": %s}' % (text or json.dumps(table))}
+def labels(*table):
+    return {"dataset.json": json.dumps(dict(labels=table))}
 
 def pixels(dataset, ids):
     return torch.stack([torch.tensor(dataset.get(i)[0]) for i in ids])
@@ -54,16 +50,11 @@ def write(folder, files):
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 # ---- formats
-def test_digits_are_the_uci_set_split_in_1500_and_297_of_every_class_and_val_is_never_augmented(tmp_path):
-    with np.load(data.root / "assets" / "digits.npz") as file:
-        arrays = [file[k].tobytes() for k in ("image", "label", "train", "val")]
-    assert hashlib.sha256(b"".join(arrays)).hexdigest().startswith("2594b34e6cf41cf6a4f3348ee3bcc505")
-    train, val = data.load(config()), data.load(config(), "val")
-    assert (len(train), len(val), train.shape, train.classes) == (1500, 297, (1, 8, 8), 10)
+def test_digits_are_split_in_1500_and_297_and_val_is_never_augmented(tmp_path):
+    train = data.load(config())
     image = pixels(train, range(1500))
-    assert image.dtype == torch.float32 and image.min() == -1 and image.max() == 1
+    assert (len(train), train.classes, image.min(), image.max()) == (1500, 10, -1, 1)
     assert abs(image.std() - 0.75) < 0.01  # sigma_data
-    assert np.bincount(val.label).min() >= 29 and np.bincount(val.label).max() <= 30
     write(tmp_path, {"set.npz": npz(x=zeros)})          # val reads val_data
     val = data.load(config(tmp_path / "set.npz", val_data="digits"), "val")
     assert len(val) == 297 and len(data.load(config(tmp_path / "set.npz"), "val")) == 4
@@ -86,62 +77,36 @@ def test_a_zip_a_folder_and_an_npz_of_the_same_images_are_equal(tmp_path):
             pixels = image if image.dtype == np.uint8 else np.round(image * 127.5 + 127.5)
             assert label == i and np.array_equal(pixels, images[i].transpose(2, 0, 1))
 
-def test_sub_folders_are_classes_in_sorted_order_and_a_single_one_or_a_null_table_is_none(tmp_path):
+def test_sub_folders_are_classes_in_sorted_order_and_a_single_one_is_none(tmp_path):
     write(tmp_path, {"dog/1.jpg": png(kind="jpeg"), "cat/2.webp": png(kind="webp"), "ant/.hidden.png": "none",
                      "cat/deep/3.BMP": png(kind="bmp"), "ant/4.gif": png(kind="gif"), "ant/a.txt": ""})
     dataset = data.load(config(tmp_path))
     assert dataset.names == ["ant/4.gif", "cat/2.webp", "cat/deep/3.BMP", "dog/1.jpg"]
     assert dataset.label.tolist() == [0, 1, 1, 2] and dataset.classes == 3
-    assert data.load(config(tmp_path, classes=0)).label.tolist() == [-1] * 4
     assert data.load(config(tmp_path / "cat")).classes == 0
-    refused(data.load, config(tmp_path / "cat", classes=3), says=["has no labels", "--classes 0"])
-    write(tmp_path, labels(text="null"))
-    assert data.load(config(tmp_path)).get(1)[1] == -1
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
-def test_files_of_every_mode_join_an_rgb_set_and_grey_ones_alone_are_grey(tmp_path, mode):
+def test_files_of_every_mode_join_an_rgb_set(tmp_path, mode):
     write(tmp_path, {"a.png": png(value=200), "c.png": png("RGBA", value=(255, 0, 0, 0))})
     file = tmp_path / ("b.jpg" if mode == "CMYK" else "b.png")
     Image.new("RGB", (8, 8), "white").convert(mode).save(file)
     a, b, c = pixels(data.load(config(tmp_path)), range(3))
     assert (a == 200).all() and b.shape == (3, 8, 8) and b.min() >= 254
     assert (c == 255).all()                             # transparent is white
-    write(tmp_path / "alone", {file.name: file.read_bytes()})
-    assert data.load(config(tmp_path / "alone")).shape == (1 if mode in ("1", "L", "LA") else 3, 8, 8)
-
-def test_a_16_bit_grey_ramp_stays_a_ramp(tmp_path):
-    ramp = np.linspace(0, 65535, 256 * 4).astype(np.uint16).reshape(32, 32)
-    Image.fromarray(ramp).save(tmp_path / "ramp.png")
-    x0 = data.load(config(tmp_path)).get(0)[0] / 127.5 - 1
-    assert x0.shape == (1, 32, 32) and np.abs(x0 - (ramp / 65535 * 2 - 1)).max() < 1 / 127.5
 
 zeros, noise, two = np.zeros((4, 8, 8), np.uint8), rng.random((4, 3, 8, 8)), {"a.png": png(), "b.png": png()}
-labelled = lambda *table, text=None: two | labels(*table, text=text)
+labelled = lambda *table: two | labels(*table)
 array = lambda **arrays: {"set.npz": npz(**arrays)}
 
 @pytest.mark.parametrize("files, words", [(files, words) for files, *words in (
-    ({}, "holds no images (looked for .png"), ({"gone": None}, "does not exist"),
-    ({"x" * 300: None}, "does not exist"), ({"notes.txt": "x"}, "neither"),
     ({"a.png": png("LA"), "b.png": png("LA"), "c.png": png()}, "c.png", "a.png", "grey"),   # unlike the first
     ({"a.png": png(size=(16, 8)), "c.png": png(size=(8, 16))}, "a.png", "16x8", "c.png", "8x16"),
-    ({"a.png": png("RGBA"), "c.png": "not an image"}, "c.png"),
     ({"a.png": png(), "class0/b.png": png(), "class1/c.png": png()}, "a.png", "class0"),
-    (labelled(["a.png", 0], ["b.png", 1], ["gone.png", 1]), "gone.png", "not in both"),
-    (labelled(["a.png", 0]), "b.png", "not in both"), (labelled(["a.png"]), "dataset.json"),
-    (labelled(text='["half a'), "dataset.json"), (labelled(["a.png", 0], ["b.png", -1]), "b.png", "-1"),
-    (labelled(["a.png", 0], ["b.png", 1.5]), "b.png", "1.5"),
-    (labelled(["a.png", 0], ["b.png", [0, 1]]), "b.png", "[0, 1]"),
-    (labelled(["a.png", 0], ["b.png", 3]), "b.png", "3", "--classes 3", "0 to 2"),
-    ({"broken.zip": "x"}, "broken.zip"), ({"sum.zip": zipped(two).replace(b"IDAT", b"IDOT", 1)}, "a.png"),
-    ({"broken.npz": "x"}, "cannot be read"), (array(x=np.array([None] * 4)), "cannot be read"),
+    (labelled(["a.png", 0]), "not in both"), (labelled(["a.png", 0], ["b.png", 3]), "b.png", "0 to 2"),
     (array(x=noise), "[-1, 1]", "2 x - 1"), (array(x=noise + np.nan), "[-1, 1]", "nan"),
-    (array(x=noise.astype(int)), "int64", "uint8"), (array(x=np.zeros((4, 5, 8, 8))), "(4, 5, 8, 8)"),
-    (array(x=zeros[:0]), "holds no images"), (array(z=zeros), "has the arrays z"),
-    (array(x=zeros, y=np.zeros(3, int)), "4 images", "3 labels"),
-    (array(x=zeros, y=np.zeros(4)), "label of image 0 is", "integers"),
-    (array(x=zeros, y=np.array([0, 1, 2, 2 ** 63], np.uint64)), "set.npz", "to 999999"))])
+    (array(x=noise.astype(int)), "int64", "uint8"), (array(x=zeros, y=np.zeros(3, int)), "3 labels"))])
 def test_data_that_cannot_be_used_are_one_sentence(tmp_path, files, words):
-    write(tmp_path, {name: content for name, content in files.items() if content is not None})
+    write(tmp_path, files)
     path = tmp_path / "".join(files) if len(files) == 1 else tmp_path
     refused(data.load, config(path, classes=3 if "dataset.json" in files else -1), says=words)
 
@@ -172,42 +137,31 @@ def test_ranks_accumulation_threads_and_resume_give_the_same_iteration_and_no_dr
             ranked.close()
 
 def test_half_of_the_images_are_flipped_and_only_mirrored():
-    dataset, how = data.load(config()), dict(batch_size=1000, augment=0.0)
-    raw, still = (next(data.Loader(dataset, config(xflip=xflip, **how))) for xflip in (True, False))
+    raw, still = (next(data.Loader(data.load(config()), config(xflip=xflip, batch_size=1000, augment=0.0)))
+                  for xflip in (True, False))
     kept = (raw["image"] == still["image"]).flatten(1).all(1)
     assert torch.equal(raw["image"][~kept], still["image"][~kept].flip(3))
     assert abs((~kept).float().mean() - 0.5) < 0.05
-    assert torch.equal(still["image"], pixels(dataset, raw["id"]))
 
-def test_close_stops_at_once_and_leaves_no_thread_and_an_error_in_one_comes_out_of_next():
-    before, dataset = threading.active_count(), tiny(np.zeros((5, 1, 2, 2), np.uint8))
+def test_an_error_in_a_thread_comes_out_of_next():
+    dataset = tiny(np.zeros((5, 1, 2, 2), np.uint8))
     dataset.read = [].pop
     for workers in (0, 2):
-        loader = data.Loader(dataset, config(workers=workers, augment=0.0))
-        refused(next, loader, says=["set: image", "cannot be read"])
-        loader.close()
-    dataset.get = lambda index: (time.sleep(0.02), np.zeros((1, 2, 2)), -1)[1:]
-    loader = data.Loader(dataset, config(batch_size=200, workers=2, augment=0.0))
-    loader.queue.append(loader.pool.submit(loader.batch, 0))
-    start = time.time()
-    loader.close()
-    assert time.time() - start < 1 and threading.active_count() == before and list(loader) == []
+        refused(next, data.Loader(dataset, config(workers=workers, augment=0.0)), says=["set: image"])
 
 # ---- encode, decode
 def test_every_uint8_value_survives_encode_and_decode_and_both_conditions_carry_the_augment_labels():
     every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     raw = dict(image=every, label=torch.tensor([3]), id=torch.tensor([9]))
     batch = encoders.encode(raw, dict(classes=10), "cpu")
-    assert batch["x0"].min() == -1 and batch["x0"].max() == 1 and batch["x0"].dtype == torch.float32
+    assert batch["x0"].min() == -1 and batch["x0"].max() == 1
     assert torch.equal(encoders.decode(batch["x0"], {}), every)
     between = torch.tensor([-3.0, 100.4 / 127.5 - 1, 100.6 / 127.5 - 1, 3.0])
     assert encoders.decode(between, {}).tolist() == [0, 100, 101, 255]  # clipped, to the nearest
     assert (batch["cond"]["label"].item(), batch["uncond"]["label"].item(), batch["id"].item()) == (3, -1, 9)
-    assert encoders.conditions([0, 4], dict(classes=0), "cpu")[0]["label"].tolist() == [-1, -1]
-    refused(encoders.conditions, [0, 10], dict(classes=10), "cpu", says=["0 to 9", "10"])
     cfg = config(augment=1.0, classes=10)
     batch = encoders.encode(next(data.Loader(data.load(cfg), cfg)), cfg, "cpu")
-    assert batch["cond"]["augment"].shape == (12, 9) and batch["x0"].shape == (12, 1, 8, 8)
+    assert batch["cond"]["augment"].shape == (12, 9)
     assert batch["uncond"]["augment"] is batch["cond"]["augment"]
 
 # ---- augmentation
@@ -223,14 +177,7 @@ def bump(cx, cy, widths=(6.0, 4.0)):
     place = torch.arange(-24.0, 25.0)
     return torch.exp(-((place - cx) / widths[0]) ** 2 - ((place[:, None] - cy) / widths[1]) ** 2)[None, None]
 
-def test_published_settings_have_their_number_of_labels_and_zero_draws_change_nothing():
-    fastgen = ("scale", "rotate_frac", "brightness", "contrast", "lumaflip", "hue", "saturation")
-    mean_flow = ("aniso", "xflip", "scale", "translate_frac")
-    for ops, number in ((), 9), (fastgen, 9), (mean_flow, 6):
-        assert augment.dim(dict(augment=0.12, augment_ops=ops)) == number
-    assert augment.dim(dict(augment=0.0)) == 0
-    assert augment.chosen(dict(augment_ops=("hue", "xflip"))) == ("xflip", "hue")
-    refused(augment.chosen, dict(augment_ops=("spin",)), says=["spin", "xflip"])
+def test_zero_draws_change_nothing_and_no_image_depends_on_its_batch():
     x, draws = torch.randn(6, 3, 12, 12), drawn(6, 0.5, every_op)
     y, labels = augment.apply(x, 0 * draws, every_op)
     assert torch.equal(x, y) and torch.equal(labels, torch.zeros(6, 15))
@@ -240,11 +187,7 @@ def test_published_settings_have_their_number_of_labels_and_zero_draws_change_no
 def test_ops_are_on_with_probability_p_but_xflip_flips_half():
     draws = drawn(3000, 0.2, every_op).numpy()
     for op, found in zip(every_op, (draws != 0).any(2).mean(0)):
-        expected = dict(xflip=0.5, yflip=0.1, lumaflip=0.1).get(op, 0.2)
-        assert abs(found - expected) < 0.03, op
-    scale, aniso = (draws[:, every_op.index(op)] for op in ("scale", "aniso"))
-    assert abs(scale[scale != 0].std() - 1) < 0.1
-    assert abs((aniso[aniso[:, 0] != 0, 1] != 0).mean() - 0.5) < 0.06
+        assert abs(found - dict(xflip=0.5, yflip=0.1, lumaflip=0.1).get(op, 0.2)) < 0.03, op
 
 def test_every_op_moves_and_colours_as_its_formula_says():
     """Whole pixels exactly, a bump to 0.01, colours to 1e-6."""
@@ -270,20 +213,3 @@ def test_every_op_moves_and_colours_as_its_formula_says():
         y, labels = one(op, *value, x=image)
         assert torch.allclose(y, expected, rtol=0, atol=tolerance), op
         assert label is None or torch.allclose(labels[-1], torch.tensor(label).float(), atol=1e-6), op
-
-def test_moves_go_in_their_order_beyond_the_edges_all_is_mirrored_and_an_oblong_turns_about_its_centre():
-    s, draws = 2 ** 0.3, torch.tensor([[[1.5, 0], [0.5, -1.0]]])
-    y, labels = augment.apply(bump(5, 2), draws, ("scale", "translate_frac"))
-    assert torch.allclose(y, bump(5 * s + 49 / 16, 2 * s - 49 / 8, (6 * s, 4 * s)), rtol=0, atol=0.01)
-    assert labels.tolist() == [[1.5, 0.5, -1.0]]
-    x, draws = torch.ones(1, 1, 8, 8), torch.tensor([[[-4.0, 0], [2.0, 0], [3.0, 1.0], [3.0, -3.0]]])
-    assert torch.allclose(augment.apply(x, draws, augment.edm[2:])[0], x, atol=1e-4)
-    x = bump(0, 0, widths=(4.0, 4.0))[:, :, 12:37]  # 25 rows, 49 columns
-    y = one("rotate_frac", 1.0, x=x)[0]
-    assert torch.allclose(y[..., 14:35], x[..., 14:35], atol=0.01)  # further out lie mirror images
-
-def test_colours_of_a_grey_image_are_the_mean_of_its_rgb_copys():
-    grey, ops = torch.rand(4, 1, 4, 4) * 2 - 1, ("brightness", "contrast", "lumaflip", "hue", "saturation")
-    draws = drawn(4, 1.0, ops)
-    rgb, _ = augment.apply(grey.expand(4, 3, 4, 4), draws, ops)
-    assert torch.allclose(augment.apply(grey, draws, ops)[0], rgb.mean(1, keepdim=True), atol=1e-5)

@@ -1,20 +1,13 @@
-"""The loop: exact resume, what a checkpoint holds, skipped updates, precision, logging, sources of weights.
-Refused input and damaged checkpoints are in test_bad_input.py, preemption in test_preempt.py."""
+"""The loop: exact resume, what a checkpoint holds, skipped updates, precision, logging, sources."""
 import json
 import os
-import re
-import resource
 import shutil
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ckpt
 import common
-import logs
 import run
 import trainer
 from run import assert_alike, config, differing, load, refused, saved, setup, spy, stepping
@@ -83,36 +76,18 @@ def two_ranks():
     trainer.average_gradients(params, 2)
     x = torch.tensor([1.0, 4.0]) * (rank + 1)
     told = common.from_rank0(["rank 0", 0] if rank == 0 else None, world), common.all_mean(x).tolist()
-    assert x.tolist() == [1 + rank, 4 + 4 * rank]
     torch.distributed.destroy_process_group()
     method, cfg = setup("sft", max_iter=4, name="one_rank_is_inf")
     skipping = run.run(poisoned("sft", 2, by=float("inf")) if rank == 1 else method, cfg)
-    x0 = torch.zeros(1, 1, 8, 8)
-    calls_more = lambda values, nets, it: (rank and nets["teacher"](x0, common.t_like(1, x0)), values)[1]
-    other_order = refused(run.run, stepping("dmd2", calls_more),
-                          config(load("dmd2"), max_iter=4, name="other_order", debug_calls=True))
-    torch.distributed.destroy_process_group()
-    logs_more = stepping("sft", lambda values, nets, it: (values[0], {f"extra{rank:.0f}": 1.0}))
-    other_keys = refused(run.run, logs_more, config(logs_more, max_iter=2, name="other_keys"))
-    grads, student = [p.grad for p in params], dict(skipping.nets["student"].state_dict())
-    torch.distributed.destroy_process_group()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))         # a full disk
-    full_disk = refused(run.run, *setup("sft", max_iter=2, name="full_disk"))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return grads, told, student, skipping.lines, other_order, other_keys, full_disk
+    return [p.grad for p in params], told, dict(skipping.nets["student"].state_dict()), skipping.lines
 
 def test_two_ranks_agree_and_one_process_is_left_alone():
-    for name in ("sft", "dmd2"):
-        setup(name)
-    grads, told, nets, lines, other_order, other_keys, full_disk = zip(*run.ranks(2, two_ranks))
+    grads, told, nets, lines = zip(*run.ranks(2, two_ranks))
     for a, b, c in grads:
         assert a.tolist() == [1.5, 1.5] and b.tolist() == [2, 2] and c is None      # None on every rank stays
     assert told == ((["rank 0", 0], [1.5, 6.0]),) * 2
     assert differing(*nets) == [] and all(v.isfinite().all() for v in nets[0].values())
     assert [line.get("skipped", 0) for line in lines[0]] == [0, 0, 1, 0]
-    assert all("rank 1 calls nets in another order than rank 0" in s for s in other_order)
-    assert all("step() logs extra0, extra1 on some ranks only" in s for s in other_keys)
-    assert full_disk[0] == full_disk[1] and re.search(r"could not write \S+0000002\.pth", full_disk[0])
     p = torch.nn.Parameter(torch.zeros(2))
     trainer.average_gradients([p], 1)
     assert p.grad is None and common.from_rank0("x", None) == "x" and common.all_mean(p) is p
@@ -133,22 +108,19 @@ def test_every_ema_is_the_chain_of_its_own_rates_also_over_a_resume(outputs):
         for k, v in saved(outputs / "dmd2", 12)["emas"][entry.partition(":")[0]].items():
             torch.testing.assert_close(v.double(), ema[k], rtol=1e-5, atol=1e-6)
 
-def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(capsys, monkeypatch):
+def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(monkeypatch):
     method, cfg = setup("sft", lr=0.002, weight_decay=0.0, warmup=0, lr_schedule="cosine:0.5", max_iter=10)
     made = spy(monkeypatch, method, "optimizers")
     run.run(method, cfg | dict(stop_at=5))
     lines = run.run(method, cfg | dict(lr=0.05, weight_decay=0.3, betas=(0.8, 0.9))).lines
-    assert [line["it"] for line in lines] == list(range(1, 11))
-    assert lines[5]["lr"] == pytest.approx(0.05 * common.lr_factor("cosine:0.5", 5, 0, 10))
-    assert lines[9]["lr"] == pytest.approx(0.05 * common.lr_factor("cosine:0.5", 9, 0, 10))
-    opt, out = made[-1][1]["student"], capsys.readouterr().out
+    for it in 5, 9:
+        assert lines[it]["lr"] == pytest.approx(0.05 * common.lr_factor("cosine:0.5", it, 0, 10))
+    opt = made[-1][1]["student"]
     assert opt.param_groups[0]["weight_decay"] == 0.3 and opt.param_groups[0]["betas"] == (0.8, 0.9)
     assert all(s["step"] == 10 for s in opt.state.values())
-    assert "config differs from the checkpoint: lr was 0.002, now 0.05" in out
-    assert "weight_decay was 0.0, now 0.3" in out
 
 # ---- checkpoints
-def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(outputs, monkeypatch):
+def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(monkeypatch):
     method, cfg = setup("sft", max_iter=10, save_every=5, log_every=3, val_every=5)
     saves, steps = spy(monkeypatch, ckpt, "save"), spy(monkeypatch, method, "step")
     lines = run.run(method, cfg).lines
@@ -156,24 +128,6 @@ def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(outputs,
     # validation: the first 0 and 5, the 10
     assert [args[2] for args, _ in steps] == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
     assert run.its(lines) == [3, 6, 9, 10] and run.its(lines, "val/student/loss") == [0, 5, 10]
-    run.run(method, config(method, max_iter=9, save_every=2, keep_last=2, name="nine"))
-    assert ckpt.scan(outputs / "nine" / "checkpoints") == [8, 9]
-    steps.clear()
-    trainer.train(method, config(method, max_iter=0, name="none"))
-    assert not steps and ckpt.scan(outputs / "none" / "checkpoints") == []
-
-def test_the_scan_takes_seven_digits_and_pth_only(tmp_path, outputs):
-    for name in ("0000500.pth", "0002500.pth", "9999999.pth", "10000000.pth", "0003000.pth.tmp", "best.pth",
-                 "latest_ar.pth", "0004000 (copy).pth", "-000001.pth", "latest_checkpoint.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / "0009000").mkdir()
-    assert ckpt.scan(tmp_path) == [500, 2500, 9999999] and ckpt.scan(tmp_path / "missing") == []
-    junk = outputs / "sft" / "checkpoints"
-    junk.mkdir(parents=True)
-    for name in ("best.pth", "10000000.pth", ".0000003.pth.17.tmp"):
-        (junk / name).touch()
-    assert run.its(run.run(*setup("sft", max_iter=2)).lines) == [1, 2]
-    assert sorted(f.name for f in junk.iterdir()) == ["0000002.pth", "10000000.pth", "best.pth"]
 
 def test_a_start_on_the_meta_device_equals_a_plain_one(name):
     method, cfg = setup(name)
@@ -194,7 +148,6 @@ def test_a_gradient_that_is_not_finite_reaches_nothing(name, outputs):
     assert [sum(state["skipped"].values()) for state in (before, after, end)] == [0, 1, 0]
     assert sum(end["counts"].values()) == 5
     assert [line.get("skipped") for line in lines] == [1.0 if n == it else None for n in range(6)]
-    assert "norm" not in lines[it]
     assert lines[later]["lr"] == pytest.approx(cfg["lr"] * 2 / 10)      # warm-up waits
     for state in (end["nets"]["student"], *end["emas"].values()):
         assert all(v.isfinite().all() for v in state.values())
@@ -202,142 +155,62 @@ def test_a_gradient_that_is_not_finite_reaches_nothing(name, outputs):
 def test_max_skipped_in_a_row_of_a_phase_end_the_run_and_count_over_a_resume():
     method = poisoned("dmd2", 1, 5, 7, 9, 11)           # of the student, who has the odd turns
     cfg = config(method, max_iter=20, max_skipped=3, update_ratio=1)
-    assert re.search(r"not finite 3 times in a row, last at it 9, phase 'student' \(.*dm.*\); --amp "
-                     r'"" runs in float32', refused(run.run, method, cfg))
-    assert "not finite 4 times in a row, last at it 11" in refused(run.run, method, cfg)
-    assert run.run(method, cfg | dict(name="off", max_skipped=0)).lines[-1]["it"] == 20
+    assert "3 times in a row, last at it 9, phase 'student' (" in refused(run.run, method, cfg)
+    assert "4 times in a row, last at it 11" in refused(run.run, method, cfg)
 
 # ---- precision and clipping
-class Weight(torch.nn.Module):
-    schedule, pred, x_shape, optional = "edm", "x0", (1, 8, 8), ()
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.empty(1))
-    def reset_parameters(self):
-        torch.nn.init.ones_(self.w)
-    def forward(self):
-        return self.w.sum()
-
 def test_one_scaler_serves_two_optimizers_with_one_update_per_iteration(monkeypatch):
-    method, cfg = setup("sft", max_iter=4, save_every=1, amp="fp16", clip=0.0, warmup=0,
-                        lr_schedule="constant")
-    method.build = lambda cfg: dict(student=Weight(), fake=Weight())
-    method.optimizers = lambda nets, cfg: {n: torch.optim.SGD(nets[n].parameters(), lr=0.25) for n in nets}
-    method.phase = lambda it, cfg: "student" if it % 2 else "fake"
-    method.step = lambda nets, batch, it, cfg: (nets[method.phase(it, cfg)]() * (1.0 if it else 1e38), {})
+    method = poisoned("dmd2", 0, by=float("inf"))
     updates = spy(monkeypatch, torch.amp.GradScaler, "update")
-    result = run.run(method, cfg)
-    nets = [saved(result.folder, n)["nets"] for n in (1, 2, 3, 4)]
-    weights = [[each[name]["w"].item() for name in ("fake", "student")] for each in nets]
-    # the overflow of it 0 halves the scale; a second update would have made the student's first step 0.5
-    assert weights == [[1.0, 1.0], [1.0, 0.75], [0.75, 0.75], [0.75, 0.5]]
+    result = run.run(method, config(method, max_iter=4, amp="fp16", update_ratio=1))
     assert [line["scale"] for line in result.lines] == [32768.0] * 4 and len(updates) == 4
     assert saved(result.folder, 4)["counts"] == dict(student=2, fake=1)
 
 def test_autocast_runs_with_float32_weights(name):
-    method = load(name)
-    results = [run.run(method, config(method, name=f"amp{amp}", amp=amp)) for amp in ("", "bf16", "fp16")]
-    plain, *others = ([v for line in result.lines for k, v in line.items() if k.startswith("loss")]
-                      for result in results)
-    for result, losses in zip(results[1:], others):
+    method, losses = load(name), []
+    for amp in "", "bf16", "fp16":
+        result = run.run(method, config(method, name=f"amp{amp}", amp=amp))
+        losses.append([v for line in result.lines for k, v in line.items() if k.startswith("loss")])
         state = saved(result.folder, 12)
         for tensors in (*state["nets"].values(), *state["emas"].values()):
             assert {v.dtype for v in tensors.values()} == {torch.float32}
-        assert losses != plain and losses == pytest.approx(plain, rel=0.2, abs=0.02)
+        assert not amp or losses[0] != losses[-1] == pytest.approx(losses[0], rel=0.2, abs=0.02)
 
-@pytest.mark.parametrize("clip", [0.05, 1e6])
-def test_clipping_is_torchs_over_all_nets_of_the_phase(clip, monkeypatch):
-    (method, cfg), average, raw, clipped = setup("dmd2", clip=clip), trainer.average_gradients, [], []
-    monkeypatch.setattr(trainer, "average_gradients", lambda params, *rest: (
-        average(params, *rest), raw.append([p.grad.clone() for p in params])))
-    hook = register_optimizer_step_pre_hook(lambda opt, *_: clipped.append(
-        [p.grad.clone() for g in opt.param_groups for p in g["params"]]))
-    lines = run.run(method, cfg).lines
-    hook.remove()
-    assert len(raw) == len(clipped) == 12
-    for it, (before, after) in enumerate(zip(raw, clipped)):
-        params = [torch.nn.Parameter(torch.zeros_like(g)) for g in before]
-        for p, g in zip(params, before):
-            p.grad = g.clone()
-        norm = torch.nn.utils.clip_grad_norm_(params, clip)
-        logged = lines[it]["norm" if method.phase(it, cfg) == "student" else "norm_fake"]
-        assert logged == pytest.approx(norm.item(), rel=1e-5)
-        torch.testing.assert_close(after, [p.grad for p in params], rtol=1e-4, atol=1e-9)
+@pytest.mark.parametrize("scale", [1, 4])
+@pytest.mark.parametrize("limit", [0.05, 1e6])
+def test_clipping_is_torchs_and_takes_the_loss_scale_out(limit, scale):
+    ours, theirs = ([torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)] for _ in range(2))
+    for p, q in zip(ours, theirs):
+        q.grad = torch.randn(len(q))
+        p.grad = scale * q.grad
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+    scaler.scale(torch.ones(()))                        # makes it ready
+    norm = trainer.clip(ours, limit, scaler, None, torch.device("cpu"))
+    assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs, limit).item(), rel=1e-5)
+    torch.testing.assert_close([p.grad for p in ours], [p.grad for p in theirs], rtol=1e-4, atol=1e-9)
 
 # ---- what a run says
-STUDENT, FAKE = ["loss", "dm", "gan_g"], ["loss_fake", "dsm", "gan_d", "r1"]
-
-def test_log_lines_have_fixed_keys_and_means_over_their_window(capsys):
+def test_log_lines_are_means_over_their_window_and_the_turns_in_it():
     method, cfg = setup("dmd2", update_ratio=2, max_iter=10, r1_weight=0.1)
     ones = run.run(method, cfg | dict(name="ones")).lines
-    capsys.readouterr()
-    fives = run.run(method, cfg | dict(log_every=5, log_level="info")).lines
-    rates = ["norm", "norm_fake", "lr", "lr_fake"]
-    for line, window in zip(fives, (ones[:5], ones[5:])):   # the second begins with the student's turn
-        assert set(line) == {"it", *STUDENT, *FAKE, *rates, *run.TIMING}
-        for key in (*STUDENT, *FAKE, *rates):           # its own turns only
+    fives = run.run(method, cfg | dict(log_every=5)).lines
+    own = {f"{kind}{of}" for kind in ("loss", "norm", "lr") for of in ("", "_fake")}
+    own |= {"dm", "gan_g", "dsm", "gan_d", "r1"}
+    for line, window in zip(fives, (ones[:5], ones[5:])):
+        assert set(line) == {"it", *own, *run.TIMING}
+        for key in own:                                 # its own turns only
             turns = [one[key] for one in window if key in one]
             assert line[key] == pytest.approx(sum(turns) / len(turns), rel=1e-5)
-        assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000) and line["mem_gb"] > 0.05
-    assert set(ones[0]) == {"it", *FAKE, "norm_fake", "lr_fake", *run.TIMING}
-    meter = logs.Meter(None)
-    for loss in 1, 2:
-        meter.add(dict(skipped=1, loss=loss))
-    assert meter.flush() == dict(skipped=2, loss=1.5)   # skipped is counted
-    text = [line for line in capsys.readouterr().out.splitlines() if line.startswith("it 0")]
-    pattern = (" ".join(f"{key} N" for key in STUDENT + FAKE) +     # in this order whoever's turn came first
-               " | norm N norm_fake N | lr N lr_fake N | N ms/it | data N ms | N img/s | N GB | eta N")
-    number = r"(?<=eta )\d+m\d\ds|(?<!\w)-?\d[\d.]*(e[+-]\d+)?"
-    assert [re.sub(number, "N", line[19:]) for line in text] == [pattern] * 2
-    assert [line[:19] for line in text] == ["it 000005/000010 | ", "it 000010/000010 | "]
+        assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000)
 
 def test_val_settings_validate_under_changed_keys():
     method, cfg = setup("dmd2", max_iter=2, update_ratio=1, val_every=2, val_batches=2,
                         val_settings=("guidance=2", "guidance=0.5;dm_t_max=9"))
-    lines = [line for line in run.run(method, cfg).lines if "val/student/dm" in line]
+    first = run.run(method, cfg).lines[0]
     changed = cfg | dict(val_settings=(), name="changed", guidance=0.5, dm_t_max=9.0)
     alone = run.run(method, changed).lines[0]
-    assert [line["it"] for line in lines] == [0, 2]
-    parts = ["student/loss", "student/dm", "student/gan_g", "fake/loss", "fake/dsm", "fake/gan_d"]
-    labels = ("", "guidance=2/", "guidance=0.5;dm_t_max=9/")
-    assert all(line.keys() == {"it", *(f"val/{a}{b}" for a in labels for b in parts)} for line in lines)
-    first = lines[0]
     assert first["val/student/dm"] == 0 < first["val/guidance=2/student/dm"]    # fake score = teacher
     assert first["val/guidance=0.5;dm_t_max=9/student/dm"] == alone["val/student/dm"]
-
-def test_wandb_is_off_without_a_key_or_the_package_and_never_asks(tmp_path, monkeypatch):
-    for key in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
-        monkeypatch.delenv(key, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    monkeypatch.setitem(sys.modules, "wandb", None)     # not installed
-    said = []
-    def start(mode):
-        cfg = dict(wandb=mode, project="p", group="g", name="n")
-        assert logs.start_wandb(cfg, tmp_path, lambda text, level="info": said.append(text)) is None
-        return said.pop()
-    assert start("disabled") == "wandb disabled"
-    assert all("no key (WANDB_API_KEY or ~/.netrc)" in start(mode) for mode in ("", "online"))
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert all("pip install wandb" in start(mode) for mode in ("", "offline"))
-
-def test_wandb_is_told_every_line_and_continues_under_its_id(monkeypatch):
-    inits, told = [], []
-    fake = SimpleNamespace(
-        init=lambda **kw: inits.append(kw), log=lambda values, step: told.append((step, values)),
-        Settings=lambda **kw: kw, finish=lambda: None, Image=lambda file: file)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    method, cfg = setup("sft", max_iter=4, wandb="offline", sample_every=4, val_every=4)
-    for stop_at in (2, 4):
-        out = run.run(method, cfg | dict(stop_at=stop_at))
-    fake.log = None                                     # as when its process is gone: not worth a run
-    run.run(method, cfg | dict(max_iter=5))
-    first, second, _ = inits
-    assert first["id"] == second["id"] == (out.folder / "wandb_id.txt").read_text().strip() != ""
-    assert first["resume"] == "allow" and (first["project"], first["name"]) == ("fewstep", "sft")
-    assert [dict(it=step) | values for step, values in told if "samples" not in values] == out.lines
-    assert [(step, values["samples"]) for step, values in told if "samples" in values] == [
-        (n, str(out.folder / "samples" / f"{n:07d}.png")) for n in (0, 4)]
 
 # ---- sources
 def test_a_run_is_a_source_of_its_student_and_its_emas():
@@ -350,29 +223,21 @@ def test_a_run_is_a_source_of_its_student_and_its_emas():
         result = run.run(method, cfg)
         assert differing(dict(result.nets["teacher"].state_dict()), saved(first, it)[kind][key]) == []
         return cfg["teacher"], result.folder
-    for entry, kind, key in (("", "nets", "student"), ("#ema", "emas", "ema"),
-                             ("#ema_power", "emas", "ema_power")):
+    for entry, kind, key in (("", "nets", "student"), ("#ema_power", "emas", "ema_power")):
         source, folder = start(entry, 4, kind, key)
         pinned = json.loads((folder / "config.json").read_text())["sources"][source]
-        assert pinned == saved(folder, 1)["sources"][source]
-        assert pinned["it"] == 4 and pinned["file"].endswith("0000004.pth")
+        assert pinned == saved(folder, 1)["sources"][source] and pinned["file"].endswith("0000004.pth")
     run.run(sft, config(sft, max_iter=6, ema=EMAS))     # the source goes on; a resume keeps to iteration 4
     start("#ema_power", 4, "emas", "ema_power", max_iter=2)
     start("/checkpoints/0000002.pth#ema", 2, "emas", "ema", name="one")
-    torch.save(dict(a=saved(first, 4)["nets"]["student"], b={}), f"{first}.pth")
-    start(".pth#a", 4, "nets", "student", name="two")   # of a plain file with two entries
 
 def test_a_source_that_changed_since_the_start_is_refused_on_resume(tmp_path):
     method, file = load("dmd2"), tmp_path / "teacher.pth"
     whole = torch.load(config(method)["teacher"], weights_only=True)
     torch.save({k: v + 0 for k, v in whole.items()}, file)
-    cfg, content = config(method, teacher=str(file), max_iter=4), file.read_bytes()
+    cfg = config(method, teacher=str(file), max_iter=4)
     run.run(method, cfg | dict(stop_at=2))
     torch.save({k: v + 1 for k, v in whole.items()}, file)
-    assert file.stat().st_size == len(content)          # only its content tells
-    assert re.search(r"teacher\.pth is not the file it was since this run began \(\d+ bytes then\); put it "
-                     r"back, or start anew with --name NEW", refused(run.run, method, cfg))
-    file.unlink()
-    assert "teacher.pth is gone since this run began" in refused(run.run, method, cfg)
-    file.write_bytes(content)
+    assert "teacher.pth is not the file it was since this run began" in refused(run.run, method, cfg)
+    torch.save({k: v + 0 for k, v in whole.items()}, file)
     assert run.run(method, cfg).lines[-1]["it"] == 4
