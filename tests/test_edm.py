@@ -1,19 +1,16 @@
 """nets/edm.py, nets/discriminators.py and tools/convert_edm.py; what every net must do is in test_nets.py."""
 import os
 import pickle
-import runpy
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import golden_recipe
-from common import BadInput, make_net
+from common import make_net
 from nets import edm
 from nets.discriminators import UNetHead, group_norm
 from run import differing, refused
@@ -77,8 +74,7 @@ def test_public_sizes_have_the_published_parameter_counts():
         assert count(make_net("edm:imagenet64", logvar=True)) == 295_899_460
         assert count(make_net("edm:cifar10,label_dim=0", logvar=True)) == 55_734_020
         assert 9.4e6 < count(UNetHead(cifar.tap_shapes((0, 1, 2)))) < 9.5e6             # FastGen: 9.44 M
-    assert cifar.tap_shapes((2, 0)) == [(256, 32, 32), (256, 8, 8)]
-    assert (digits.x_shape, digits.sigma_data, digits.label_dim) == ((1, 8, 8), 0.75, 10)
+    assert cifar.tap_shapes((2, 0)) == [(256, 32, 32), (256, 8, 8)] and digits.sigma_data == 0.75
 
 def test_weights_start_as_published_and_a_label_beyond_the_classes_is_refused():
     bound = lambda w, b: 0.9 * b < w.abs().max() <= b * (1 + 1e-6)
@@ -93,13 +89,11 @@ def test_weights_start_as_published_and_a_label_beyond_the_classes_is_refused():
     net.model.map_noise.register_forward_hook(lambda module, args, out: times.append(args[0]))
     net.bfloat16()(x.bfloat16(), t)
     assert (times[0] - t.log() / 4).abs().max() < 1e-6                      # no type of weights rounds it
-    refused(net, x, t, dict(label=torch.tensor([0, 10])), says=["label 10 is not below", "label_dim 10"])
+    refused(net, x, t, dict(label=torch.tensor([0, 10])), says=["label 10 is not below"])
     adm = edm.EDM((3, 8, 8), label_dim=4, width=64, mult=(1,), blocks=1, attn=(8,), adm=True).model
     block = adm.enc["8x8_block0"]
-    assert bound(block.conv0.weight, (9 * 64) ** -0.5) and bound(block.conv0.bias, (9 * 64) ** -0.5)
+    assert bound(block.conv0.weight, (9 * 64) ** -0.5) and 0.9 < adm.map_label.weight.std() < 1.1
     assert not any(w.any() for w in (block.conv1.weight, block.proj.weight, adm.out_conv.bias))
-    assert 0.9 < adm.map_label.weight.std() < 1.1
-    assert 14 < edm.TimeEmbedding(2000, True, fourier=True).freqs.std() < 18
 
 def test_head_outputs_equal_the_reference_and_heads_fit_small_maps_with_channels_of_their_own():
     info, want, weights = golden_recipe.load("disc_edm")
@@ -115,39 +109,27 @@ def test_head_outputs_equal_the_reference_and_heads_fit_small_maps_with_channels
     for i in range(5):          # each logit sees its own map, all of it
         grads = torch.autograd.grad(logits[:, i].sum(), features, retain_graph=True)
         assert all(bool((g != 0).all()) == bool(g.any()) == (k == i) for k, g in enumerate(grads))
-    assert [group_norm(c).num_groups for c in (8, 32, 48, 64, 256, 768, 1280)] == [2, 8, 12, 16, 32, 32, 32]
-    refused(head, features[:2], says=["tap_shapes"])
+    assert [group_norm(c).num_groups for c in (8, 48, 64, 768)] == [2, 12, 16, 32]
 
 # ---- the converter; pickles are made as torch_utils.persistence makes them, with every trap we know of
 class Runs:
     """A pickle of it calls `function` when plainly loaded."""
     def __init__(self, function, argument):
         self.call = function, (argument,)
-
     def __reduce__(self):
         return self.call
 
 @pytest.fixture
-def convert(monkeypatch, tmp_path, capsys):
-    """Runs the script in a folder of its own; -> what it printed."""
-    monkeypatch.chdir(tmp_path)
-    def run_script(*argv):
-        monkeypatch.setattr(sys, "argv", ["convert_edm.py", *argv])
-        runpy.run_path(convert_edm.__file__, run_name="__main__")
-        return capsys.readouterr().out
-    return run_script
-
-@pytest.fixture
 def reference(monkeypatch, tmp_path):
     """(network as in NVIDIA's releases, files that exist only if something of the pickle was run)."""
-    flags = [tmp_path / name for name in ("os.system", "eval", "module_src")]
+    flags = [tmp_path / name for name in ("eval", "module_src")]
     def _reconstruct_persistent_obj(meta):
         exec(meta.module_src, {})
     class EasyDict(dict):
         __getattr__ = dict.__getitem__
     class Persistent(nn.Module):
         def __reduce__(self):
-            meta = EasyDict(type="class", version=6, module_src=f"open({str(flags[2])!r}, 'w')",
+            meta = EasyDict(type="class", version=6, module_src=f"open({str(flags[1])!r}, 'w')",
                             class_name="Net", state=self.__dict__)
             return _reconstruct_persistent_obj, (meta,), None
     for name, thing in ("torch_utils.persistence", _reconstruct_persistent_obj), ("dnnlib.util", EasyDict):
@@ -155,49 +137,32 @@ def reference(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name.split(".")[0], types.ModuleType("package"))
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**{thing.__name__: thing}))
     net, part = Persistent(), Persistent()
-    part.weight, part.bias = nn.Parameter(torch.randn(3, 2)), None
+    part.weight = nn.Parameter(torch.randn(3, 2))
     part.register_parameter("absent", None)
     part.register_buffer("resample_filter", torch.randn(1, 1, 2, 2))
     part.register_buffer("scratch", torch.randn(2), persistent=False)
     net.gain = nn.Parameter(torch.tensor(0.5, dtype=torch.float16))
     net.enc = nn.ModuleDict({"8x8_conv": part, "8x8_block0": nn.Linear(2, 2)})
-    net.sigma_max, net.size, net.where, net.kind = np.float64(80), np.int64(8), torch.device("cpu"), torch.int
-    net.evil = Runs(os.system, f"touch {flags[0]}")
-    net.more = [Runs(eval, f"open({str(flags[1])!r}, 'w')")]
+    net.sigma_max, net.where, net.kind = np.float64(80), torch.device("cpu"), torch.int
+    net.evil = [Runs(eval, f"open({str(flags[0])!r}, 'w')")]
     return net, flags
 
-@pytest.mark.parametrize("protocol, wrap, target", [
-    (3, lambda net: dict(loss_fn=net.evil, ema=net, model=None), "net.pth"), (4, lambda net: net, "net.pth"),
-    (5, lambda net: dict(ema=net), "net.safetensors")])
-def test_converted_weights_equal_the_state_dict_and_nothing_runs(reference, convert, protocol, wrap, target):
-    net, flags = reference
-    Path("net.pkl").write_bytes(pickle.dumps(wrap(net), protocol))
-    Path("deep.pkl").write_bytes(pickle.dumps(      # a trap in a storage's bytes
-        Runs(torch.storage._load_from_bytes, pickle.dumps(net.more[0]))))
-    with pytest.raises(BadInput, match="deep.pkl is not readable"):
-        convert_edm.read("deep.pkl")
-    said = convert("net.pkl", target)
-    assert f"{target}: 5 tensors" in said
-    assert all(name in said for name in (f"{os.system.__module__}.system", "builtins.eval"))
-    weights = torch.load(target) if target == "net.pth" else load_file(target)
-    assert "enc.8x8_conv.weight" in weights and "enc.8x8_conv.scratch" not in weights
-    assert differing(weights, dict(net.state_dict())) == [] and not any(flag.exists() for flag in flags)
-    assert sorted(p.name for p in Path().iterdir()) == ["deep.pkl", "net.pkl", target]
-    pickle.loads(Path("net.pkl").read_bytes())
+def test_converted_weights_equal_the_state_dict_and_nothing_runs(reference, tmp_path, capsys):
+    (net, flags), file, target = reference, tmp_path / "net.pkl", str(tmp_path / "net.pth")
+    for protocol, content in (3, dict(loss_fn=net.evil, ema=net, model=None)), (4, net):
+        file.write_bytes(pickle.dumps(content, protocol))
+        convert_edm.main([str(file), target])
+        said, weights = capsys.readouterr().out, torch.load(target)
+        assert "5 tensors" in said and "builtins.eval" in said
+        assert "enc.8x8_conv.weight" in weights and "enc.8x8_conv.scratch" not in weights
+        assert differing(weights, dict(net.state_dict())) == [] and not any(flag.exists() for flag in flags)
+    pickle.loads(file.read_bytes())
     assert all(flag.exists() for flag in flags)     # the traps work: a plain load runs them
 
-@pytest.mark.parametrize("name, content, target, message", [
-    ("none.pkl", None, "out.pth", "none.pkl is not readable"),
-    ("text.pkl", b"<html>404</html>", "out.pth", "text.pkl is not readable"),
-    ("half.pkl", pickle.dumps(dict(ema=list(range(1000))))[:500], "out.pth", "half.pkl is not readable"),
-    ("other.pkl", pickle.dumps(dict(a=1)), "out.pth", "other.pkl holds no network"),
-    ("trap.pkl", pickle.dumps(Runs(os.getcwd, None)), "out.pth", "trap.pkl holds no network"),
-    ("net.pkl", pickle.dumps({}), "out.bin", "out.bin must be a .pth or .safetensors"),
-    ("net.pkl", pickle.dumps({}), "nowhere/out.pth", "existing folder")])
-def test_what_cannot_be_converted_is_one_sentence_and_exit_2(convert, capsys, name, content, target, message):
-    if content is not None:
-        Path(name).write_bytes(content)
-    with pytest.raises(SystemExit) as stop:
-        convert(name, target)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and message in error and error.count("\n") == 1 and not Path(target).exists()
+def test_what_cannot_be_converted_is_one_sentence(tmp_path):
+    trap = Runs(torch.storage._load_from_bytes, pickle.dumps(Runs(os.getcwd, None)))
+    half = pickle.dumps(dict(ema=list(range(1000))))[:500]
+    for content, says in ((half, "is not readable"), (pickle.dumps(trap), "is not readable"),
+                          (pickle.dumps(dict(a=1)), "holds no network")):
+        (tmp_path / "x.pkl").write_bytes(content)
+        refused(convert_edm.read, tmp_path / "x.pkl", says=["x.pkl " + says])

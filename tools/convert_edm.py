@@ -1,12 +1,11 @@
 """Converts a pickled network of NVIDIA's EDM and EDM2 releases to a plain file of weights.
 
-    python tools/convert_edm.py edm-cifar10-32x32-cond-vp.pkl edm-cifar10.pth       (or .safetensors)
+    python tools/convert_edm.py edm-cifar10-32x32-cond-vp.pkl edm-cifar10.pth
 
 Neither their code nor any other that the pickle names is run. It may call the few functions and classes of
 `allowed` below; every other name becomes an inert object that only keeps its attributes, and of those only
 modules, parameters and persistent buffers are read. The result is bit-equal to the network's state_dict().
 """
-import argparse
 import collections
 import io
 import pickle
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import files  # noqa: E402
+import ckpt, train  # noqa: E401, E402
 from common import BadInput  # noqa: E402
 
 
@@ -70,8 +69,6 @@ def collect(module, prefix=""):
     for name, tensor in {**parts.get("_parameters", {}), **parts.get("_buffers", {})}.items():
         if tensor is None or name in hidden:
             continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{prefix}{name} is no plain tensor")
         out[prefix + name] = tensor.detach().clone()
     for name, child in parts.get("_modules", {}).items():
         if child is not None:
@@ -89,36 +86,19 @@ def read(path):
             data = data.get("ema", data.get("model", data))
         weights = collect(data) if isinstance(data, Inert) else data
     except Exception as e:  # a broken pickle can raise anything
-        raise BadInput(f"{path} is not readable as an EDM pickle ({type(e).__name__}: {e}); get it again")
+        raise BadInput(f"{path} is not readable as an EDM pickle ({type(e).__name__}); get it again")
     if not isinstance(weights, dict) or {isinstance(v, torch.Tensor) for v in weights.values()} != {True}:
         raise BadInput(f"{path} holds no network: expected `ema` or `model` in it, as in NVIDIA's releases")
     return dict(weights), unpickler.refused
 
 
-def write(weights, path):
-    if path.endswith(".safetensors"):
-        from safetensors.torch import save
-        files.write(Path(path), lambda f: f.write(save({k: v.contiguous() for k, v in weights.items()})))
-    else:
-        files.write(Path(path), lambda f: torch.save(weights, f))
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source", help="EDM or EDM2 pickle, .pkl")
-    parser.add_argument("target", help="weights to write, .pth or .safetensors")
-    args = parser.parse_args()
-    try:
-        if not args.target.endswith((".pth", ".safetensors")) or not Path(args.target).parent.is_dir():
-            raise BadInput(f"{args.target} must be a .pth or .safetensors file in an existing folder")
-        weights, refused = read(args.source)
-        write(weights, args.target)
-    except BadInput as e:
-        print(e, file=sys.stderr)
-        sys.exit(2)
-    print(f"{args.target}: {len(weights)} tensors, {sum(v.numel() for v in weights.values()):,} numbers; "
-          f"kept inert: {', '.join(sorted(refused)) or 'nothing'}")
+def main(argv):
+    if len(argv) != 2:
+        return print(__doc__)
+    weights, refused = read(argv[0])
+    ckpt.save(Path(argv[1]), weights)
+    print(f"{argv[1]}: {len(weights)} tensors; kept inert: {', '.join(sorted(refused)) or 'nothing'}")
 
 
 if __name__ == "__main__":
-    main()
+    train.run(main)

@@ -1,189 +1,96 @@
-"""Does it work on this GPU, and how fast? One table, a row per case, at most four minutes on one device.
+"""Does it work on this GPU, and how fast? Short runs of train.py in every precision and kind of parallelism.
 
-    python tools/gpu_check.py [--minutes 4] [--only WORD]     needs CUDA; without it, lists the cases
-    python tools/gpu_check.py --quick                         rehearses them on the CPU with tiny nets
+    python tools/gpu_check.py [--only WORD] [--quick]       --quick: rehearses them on the CPU, a tiny net
 
-tools/bench.py's clock around trainer.train, random weights, random images. ms: median of an iteration of
-each phase; GB: peak of torch's allocator; MFU: FLOPs of the calls of nets that the phase makes over time and
-the device's dense peak, of TF32 in fp32; syncs: calls after `step` that make the host wait. On CUDA a row
-also names the lines at which CUDA saw the host wait, with times per iteration. A failed case leaves its
-error, its traceback on stderr and exit code 1. What matters most comes first.
+Weights and images are random. A run must end well, its losses be finite, its validation before the first
+update that of the first (float32) run of the method to 3 %; `resume` compares a stopped and resumed run with
+a straight one, bit for bit. ms and GB are of the last log line. A failure leaves its last words, exit code 1.
 """
 import argparse
-import contextlib
-import gc
-import io
+import json
+import math
 import os
-import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import warnings
-from collections import Counter
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-import bench, ckpt, common, shard, train, trainer  # noqa: E401, E402
+sys.path.insert(0, str(ROOT))
+import ckpt, common  # noqa: E401, E402
 
-PEAK = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 312}   # bf16, fp16; TF32: half
-BASE = dict(update_ratio=1, max_iter=6, warmup=0, val_every=0, sample_every=0, log_every=0, wandb="disabled",
-            log_level="warning", group="check")
-
-
-class Timed(bench.Clocked):
-    """Notes losses, from weights of which none is 0, and the FLOPs of each phase's first bare calls."""
-
-    def __init__(self, *args, flops):
-        super().__init__(*args, parts=False)
-        self.flops, self.losses = flops, []
-
-    def step(self, nets, batch, it, cfg):
-        for p in (shard.local(p.detach()) for net in nets.values() for p in net.parameters() if it == 0):
-            p.add_(0.02 * torch.randn_like(p))
-        loss, logged = super().step(nets, batch, it, cfg)
-        self.losses.append(loss.detach())
-        return loss, logged
-
-    def end(self, phase):
-        if phase in self.flops:
-            return super().end(phase)
-        with FlopCounterMode(display=False) as counter:
-            super().end(phase)
-        self.flops[phase] = counter.get_total_flops() / self.iters
+COMMON = "--warmup=0 --sample_every=0 --val_every=100000 --log_every=10 --wandb=disabled --group=check"
+BF16, FP16, FSDP, COMPILE = "--amp=bf16", "--amp=fp16", "--parallel=fsdp", "--compile=true"
+SCM = "--tangent=none --tangent_warmup=0"
+RUNS = {        # name: (method, arguments), what matters most first
+    "fp32": ("dmd2", ""), "bf16": ("dmd2", BF16), "fp16": ("dmd2", FP16), "fsdp": ("dmd2", FSDP),
+    "fsdp bf16": ("dmd2", f"{FSDP} {BF16}"), "resume": ("dmd2", ""),
+    "resume fsdp bf16 async": ("dmd2", f"{FSDP} {BF16} --async_save=true"),
+    "jvp": ("scm", SCM), "jvp bf16": ("scm", f"{SCM} {BF16}"), "jvp fsdp": ("scm", f"{SCM} {FSDP}"),
+    "offload recompute": ("dmd2", f"{FSDP} {BF16} --offload=true --recompute=true"),
+    "compiled": ("dmd2", COMPILE), "compiled fsdp bf16": ("dmd2", f"{COMPILE} {FSDP} {BF16}")}
 
 
-def config(at, method, **changes):
-    cfg = train.resolve(method, [])[0] | at.cfg
-    return cfg | {k: v for k, v in (BASE | changes).items() if k in cfg}
+def train(method, name, words, ranks, env):
+    """Runs train.py; -> (its folder, lines of its metrics). AssertionError if it fails."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    done = subprocess.run([sys.executable, *start, "train.py", f"methods/{method}.py", f"--name={name}",
+                           *words.split()], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stderr.splitlines() or ["no words"])[-1][:150]
+    folder = Path(env["FEWSTEP_OUTPUT_ROOT"], "fewstep", "check", name)
+    return folder, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def speed(at, name="dmd2", **changes):
-    """Cells and verdict of a run; its first loss must be that of the first case with its method and net."""
-    method = train.load_method(ROOT / "methods" / f"{name}.py")
-    cfg = config(at, method, **changes)
-    first, flops = at.known.setdefault((name, cfg["net"]), ([], {}))
-    timed = Timed(method, cfg, flops=flops)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        timed.run()
-    losses = [x.item() for x in timed.losses]
-    first.append(losses[0])
-    off = abs(losses[0] / first[0] - 1)
-    assert np.isfinite(losses).all() and off < 0.03, f"losses {losses[:4]} ..., the first off by {off:.2g}"
-    ms = [median(sum(block["iteration"].values()) / timed.iters for block in blocks[1:])
-          for blocks in timed.blocks.values()]
-    peak = next((tflops for name, tflops in PEAK.items() if name in at.name), np.nan) * 1e12
-    peak = peak if cfg["amp"] else peak / 2
-    mfu = [100 * flops[phase] / (t / 1e3 * peak) for phase, t in zip(timed.blocks, ms)]
-    waits = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in seen if "called a sync" in str(w.message))
-    often = [f", waits in {place} {n / len(losses):.1f}" for place, n in waits.items() if n > len(losses) / 3]
-    cells = (" / ".join(format(v, how) for v in values) for values, how in (
-        (ms, ".1f"), (mfu, ".0f"), ([counter.n for counter in timed.syncs.values()], "d")))
-    return *cells, f"loss {losses[-1]:.4g}, the first off by {off:.0e}{''.join(often)}"
-
-
-def resume(at, **changes):
-    """Six iterations on end against three and three: the same weights, bit for bit."""
-    method, found = train.load_method(ROOT / "methods" / "dmd2.py"), []
-    method.init = lambda cfg: {}
-    for name, stops in dict(straight=(0,), halves=(3, 0)).items():
-        for stop in stops:
-            cfg = config(at, method, deterministic=True, stop_at=stop, name=name, **changes)
-            trainer.train(method, cfg)
-        folder = Path(os.environ["FEWSTEP_OUTPUT_ROOT"], cfg["project"], cfg["group"], name)
-        found.append({f"{entry}.{k}": v for entry in ("student", "ema", "fake_score", "discriminator")
-                      for k, v in ckpt.read(ckpt.resolve(f"{folder}#{entry}")).items()})
-    apart = [k for k, v in found[0].items() if not torch.equal(v, found[1][k])]
-    assert not apart, f"{len(apart)} of {len(found[0])} tensors differ, as {apart[-1]}"
-    return "", "", "", f"{len(found[0])} tensors bit for bit"
-
-
-def cases(quick):
-    """{name: (function, its settings)}, what matters most first. torch.compile takes long on a CPU."""
-    bf16, fp16, fsdp = dict(amp="bf16"), dict(amp="fp16"), dict(parallel="fsdp")
-    scm, compiled = dict(name="scm", tangent="none", tangent_warmup=0), dict(compile=True)
-    short = compiled | dict(net="toy:tiny,depth=1", gan_weight=0.0, data="digits")
-    return {
-        "fp32": (speed, {}), "bf16": (speed, bf16), "fp16": (speed, fp16),
-        "fsdp": (speed, fsdp), "fsdp bf16": (speed, fsdp | bf16),
-        "resume": (resume, {}), "resume fsdp bf16 async": (resume, fsdp | bf16 | dict(async_save=True)),
-        "jvp": (speed, scm), "jvp fused": (speed, scm | dict(jvp="fused")), "jvp bf16": (speed, scm | bf16),
-        "jvp as difference": (speed, scm | dict(jvp="difference")), "jvp fsdp": (speed, scm | fsdp),
-        "fsdp offload recompute": (speed, fsdp | bf16 | dict(offload=True, recompute=True)),
-        **({"compiled bf16": (speed, short | bf16)} if quick else {
-            "compiled": (speed, compiled), "compiled bf16": (speed, compiled | bf16),
-            "compiled fp16": (speed, compiled | fp16),
-            "compiled fsdp bf16": (speed, compiled | fsdp | bf16)})}
-
-
-def attempt(at, run, settings):
-    """(ms, MFU, syncs, verdict) of one case, which leaves nothing behind."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as root:
-            os.environ["FEWSTEP_OUTPUT_ROOT"] = root
-            return run(at, **settings)
-    except common.BadInput as e:                        # as JVP under FSDP2 before torch 2.13
-        return "", "", "", f"refused: {e}"
-    except Exception as e:
-        traceback.print_exc()
-        return "", "", "", f"FAILED: {type(e).__name__}: {(str(e).splitlines() or [''])[0][:150]}"
-    finally:                                            # nets, lock and process group hang in a run's frames
-        gc.collect()
-        torch._dynamo.reset()
-        torch.use_deterministic_algorithms(False)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def check(name, method, words, known, ranks, env):
+    """The verdict on one run. known: {method: its validation in float32}."""
+    if name.startswith("resume"):
+        words += " --deterministic=true"
+        train(method, f"{name} halves", f"{words} --stop_at=10", ranks, env)
+        folders = [train(method, f"{name} {which}", words, ranks, env)[0] for which in ("straight", "halves")]
+        nets = [ckpt.read(ckpt.resolve(f"{folder}#student")) for folder in folders]
+        apart = [k for k in nets[0] if not torch.equal(nets[0][k], nets[1][k])]
+        assert not apart, f"{len(apart)} of {len(nets[0])} tensors differ, as {apart[-1]}"
+        return f"{len(nets[0])} tensors bit for bit"
+    first, *rest = train(method, name, words, ranks, env)[1]
+    losses = [v for line in (first, *rest) for k, v in line.items() if "loss" in k]
+    off = abs(first["val/student/loss"] / known.setdefault(method, first["val/student/loss"]) - 1)
+    last = [line for line in rest if "ms_per_it" in line][-1]
+    assert all(map(math.isfinite, losses)) and off < 0.03, f"losses {losses[:4]} .., first off by {off:.2g}"
+    return f"{last['ms_per_it']:.1f} ms, {last['mem_gb']:.2f} GB, loss {losses[-1]:.4g}, first off {off:.0e}"
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--only", default="", help="runs whose name holds this")
     parser.add_argument("--quick", action="store_true")
-    at = parser.parse_args(argv)
-    todo, cuda = {name: case for name, case in cases(at.quick).items() if at.only in name}, not at.quick
-    if cuda and not torch.cuda.is_available():
-        print("no CUDA device; on one, `python tools/gpu_check.py` would run, with edm:cifar10, batch 128:")
-        for name, (run, settings) in todo.items():
-            print(f"  {name:<24}{run.__name__:<8}{' '.join(f'{k}={v}' for k, v in settings.items())}")
-        print("`python tools/gpu_check.py --quick` rehearses them on this CPU")
-        return 0
-    net, batch, shape, blocks, iters = (("edm:cifar10", 128, (32, 32, 3), 3, 5) if cuda else
-                                        ("edm:digits", 8, (8, 8, 1), 2, 2))
-    at.name, at.known = torch.cuda.get_device_name() if cuda else "cpu", {}
-    began, verdicts = time.monotonic(), []
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # for `resume`; read when cuBLAS starts
-    if cuda:
-        signal.alarm(int(60 * at.minutes) + 1)          # ends the program, also in a case that hangs
-        torch.cuda.set_sync_debug_mode("warn")
+    args = parser.parse_args(argv)
+    todo, failed, known = {name: run for name, run in RUNS.items() if args.only in name}, 0, {}
+    if not args.quick and not torch.cuda.is_available():
+        sys.exit("no CUDA device; --quick rehearses the runs on this CPU")
+    device, net, side, ranks = (("cpu", "toy:tiny", 8, 1) if args.quick else
+                                ("cuda", "edm:cifar10", 32, torch.cuda.device_count()))
     with tempfile.TemporaryDirectory() as root:
-        draw = np.random.default_rng(0)
-        np.savez(f"{root}/random.npz", image=draw.integers(0, 256, (1024, *shape), np.uint8),
-                 label=draw.integers(0, 10, 1024))
-        at.cfg = dict(net=net, data=f"{root}/random.npz", device="cuda" if cuda else "cpu", batch_size=batch,
-                      blocks=blocks, iters=iters)
-        print(f"{at.name}, torch {torch.__version__}, {net}, batch {batch}, TF32 on")
-        line = "{:<24}{:>4}{:>19}{:>8}{:>11}{:>8}  {}".format
-        print(line("case", "s", "ms", "GB", "MFU %", "syncs", "verdict"), flush=True)
-        for name, (run, settings) in todo.items():
-            start, gb = time.monotonic(), "-"
-            ms, mfu, syncs, verdict = attempt(at, run, settings)
-            if cuda:
-                gb = f"{torch.cuda.max_memory_allocated() / 2 ** 30:.2f}"
-                torch.cuda.reset_peak_memory_stats()
-            print(line(name, round(time.monotonic() - start), ms, gb, mfu, syncs, verdict), flush=True)
-            verdicts.append(verdict)
-    signal.alarm(0)
-    failed, refused = (sum(v.startswith(word) for v in verdicts) for word in ("FAILED", "refused"))
-    print(f"{len(todo)} cases, {time.monotonic() - began:.0f} s: {failed} failed, {refused} refused")
+        draw, teacher = np.random.default_rng(0), common.make_net(net, label_dim=10)
+        image = draw.integers(0, 256, (1024, side, side, 1 if args.quick else 3), np.uint8)
+        np.savez(f"{root}/random.npz", image=image, label=draw.integers(0, 10, 1024))
+        for p in teacher.parameters():                  # no weight is 0
+            p.data.add_(0.02 * torch.randn_like(p))
+        ckpt.save(Path(root, "teacher.pth"), teacher.state_dict())
+        every = (f"{COMMON} --max_iter={20 if args.quick else 60} --batch_size={8 if args.quick else 128} "
+                 f"--device={device} --net={net} --data={root}/random.npz --teacher={root}/teacher.pth ")
+        env = dict(FEWSTEP_OUTPUT_ROOT=root, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        for name, (method, words) in todo.items():
+            began = time.monotonic()
+            try:
+                said = check(name, method, every + words, known, ranks, env)
+            except (AssertionError, common.BadInput) as e:
+                said, failed = f"FAILED: {e}", failed + 1
+            print(f"{name:<24}{time.monotonic() - began:4.0f} s  {said}", flush=True)
+    print(f"{len(todo)} runs, {failed} failed")
     return int(failed > 0)
 
 
