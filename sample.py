@@ -3,10 +3,12 @@
     python sample.py outputs/fewstep/digits/dmd2            a sheet, samples/0005400_ema_1.png of the run
     python sample.py RUN --net teacher --classes 3 --seeds 0-15 --guidance 2 --out threes.png
     torchrun --nproc_per_node 8 sample.py RUN --seeds 0-49999 --batch 250 --out FOLDER   a PNG per sample
+    python sample.py RUN --prompts prompts.txt --seeds 0-31         a line a prompt; four seeds each of eight
 
-Sample s has the class classes[s % len(classes)]. It depends on s, that class and the weights alone (to 1e-5,
-in float32), not on the batch or rank that draws it; of ten classes 0-79 are the trainer's grid. The run's
-own method.py samples, with the checkpoint's config. PNGs carry run, checkpoint, net, seed, ... as text.
+Sample s has the class classes[s % len(classes)], or the prompt prompts[s % len(prompts)]. It depends on s,
+these and the weights alone (to 1e-5, in float32), not on the batch or rank that draws it; of ten classes 0-79
+are the trainer's grid. The run's own method.py samples, with the checkpoint's config. PNGs carry run,
+checkpoint, net, seed, ... as text.
 """
 import argparse
 import copy
@@ -102,7 +104,7 @@ def frozen(models, inits, sources, state=None, seed=0):
 
 
 @torch.no_grad()
-def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=1):
+def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=1, prompts=()):
     """Yields (ids, labels, x0 on the CPU) of this rank's batches: rank j % world draws batch j, so no batch
     depends on the ranks. Students sample by their method, others by their family's teacher_sample or Heun."""
     def many_steps(net, noise, batch, cfg, steps):
@@ -115,7 +117,8 @@ def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=
     run.cfg.read = frozenset()
     for start in range(rank * batch, len(ids), world * batch):
         i, c = ids[start:start + batch], labels[start:start + batch]
-        x0 = judge.draw_samples(sampler, net, run.cfg, i, c, steps, seed, device)
+        texts = dict(caption=[prompts[k % len(prompts)] for k in i]) if prompts else {}
+        x0 = judge.draw_samples(sampler, net, run.cfg, i, c, steps, seed, device, texts=texts)
         if run.guidance is not None and "guidance" not in run.cfg.read:
             raise BadInput(f"--guidance {run.guidance:g} changes nothing for {name}: the sampler of "
                            f"{run.state['method']} does not use it; leave it out, or give --net teacher")
@@ -144,6 +147,16 @@ def numbers(flag, text, limit):
     return found
 
 
+def read_prompts(text):
+    """The lines of a file that are not empty, or the text itself."""
+    file = files.place(text) if len(text) < 200 else None
+    found = files.read(file) if file is not None and files.exists(file) else text.encode()
+    prompts = [line.strip() for line in found.decode().splitlines() if line.strip()]
+    if not prompts:
+        raise BadInput(f"--prompts {text} holds no text")
+    return prompts
+
+
 def make_folder(folder):
     startup.make_folder(folder, f"{folder} cannot be written to", "give another place")
 
@@ -166,6 +179,9 @@ def main(argv):
     parser.add_argument("--steps", type=int, help="of the sampler (default: the run's; 18 for a teacher)")
     parser.add_argument("--classes", default="all", help="0,1,2 or 0-9 or all (default)")
     parser.add_argument("--seeds", default="0-79", help="samples to draw, 0-79 (default) or 0,5,7")
+    parser.add_argument("--prompts", help="a text, or a file with one a line")
+    parser.add_argument("--negative", help="what guidance leads away from (default: the run's)")
+    parser.add_argument("--encoders", help="pipeline of text encoders and VAE (default: the run's)")
     parser.add_argument("--out", help="a .png for one sheet (default: in the run's samples/), or a folder "
                                       "for one PNG per sample, named by its seed")
     args = parser.parse_args(argv)
@@ -175,6 +191,14 @@ def main(argv):
     run = load_run(args.run, args.ckpt, args.guidance, print if rank == 0 else lambda text: None)
     name, many = pick_net(run, args.net), run.cfg["classes"]
     steps = own_steps(run, name) if args.steps is None else args.steps
+    given = dict(negative_prompt=args.negative, encoders=args.encoders, device=str(device))
+    run.cfg = Config(trainer.defaults | run.cfg | {k: v for k, v in given.items() if v is not None})
+    prompts = read_prompts(args.prompts) if args.prompts else ()
+    if bool(prompts) != bool(getattr(run.nets["student"], "text_dim", 0)):
+        raise BadInput(f"--net {run.cfg['net']} takes no prompts" if prompts else
+                       f"--net {run.cfg['net']} needs --prompts TEXT, or a file with one a line")
+    if prompts and not run.cfg["encoders"]:
+        raise BadInput("prompts need text encoders; give --encoders, a diffusers pipeline (folder or hub id)")
     every = list(range(many)) or [-1]                                       # -1: unconditional
     classes = every if args.classes == "all" else numbers("--classes", args.classes, many)
     ids = numbers("--seeds", args.seeds, 10_000_000)                        # names have seven digits
@@ -189,14 +213,16 @@ def main(argv):
     about = dict(run=run.folder.resolve().name, method=run.state["method"], checkpoint=run.it, net=name,
                  steps=steps, guidance=run.cfg["guidance"])
     seed = run.cfg["seed"]
-    for i, c, x0 in draw(run, net, name, ids, labels, steps, seed, args.batch, device, rank, world):
+    drawn = draw(run, net, name, ids, labels, steps, seed, args.batch, device, rank, world, prompts)
+    for i, c, x0 in drawn:
         images = encoders.decode(x0, run.cfg)                               # uint8 (B, C, H, W)
         if one_sheet:
             sheet += zip(i, images)
             continue
         for number, label, image in zip(i, c.tolist(), images):
             picture = Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy())
-            logs.save_png(picture, out / f"{number:07d}.png", about | {"seed": number, "class": label})
+            told = {"prompt": prompts[number % len(prompts)]} if prompts else {"class": label}
+            logs.save_png(picture, out / f"{number:07d}.png", about | {"seed": number} | told)
     sheet = dict(sum(common.everyone(sheet, group), []))                    # every rank is through
     if rank == 0 and one_sheet:
         columns = len(classes) if 1 < len(classes) < 10 else 10

@@ -11,6 +11,7 @@ from PIL import Image
 
 import data
 import run
+import sample
 import trainer
 from nets import encoders
 
@@ -155,6 +156,16 @@ def test_dmd2_trains_stops_and_resumes_bit_for_bit_on_captions_and_on_tars(made,
         assert whole["counts"] == dict(fake=2, student=1) and (result.folder / "samples/0000003.png").exists()
         for part in "nets", "emas", "optims":
             assert not run.differing(whole[part], resumed[part])
+    (tmp_path / "prompts.txt").write_text("a red circle\n\na blue one\n")
+    for text, more in ((str(tmp_path / "prompts.txt"), []), ("a red circle", ["--negative", "a blue one"])):
+        args = ["--prompts", text, "--encoders", made[2], "--net", "teacher", "--steps", "2", "--seeds", "0-2"]
+        out = ["--guidance", "3", "--out", str(tmp_path / f"out{len(more)}")]
+        sample.main([str(result.folder), *args, *more, *out])
+    pixels = [[np.asarray(Image.open(tmp_path / out / f"{i:07d}.png")) for i in range(3)]
+              for out in ("out0", "out2")]
+    for a, b in zip(*pixels):       # another prompt, or another negative one; a fresh flux has its gates shut
+        assert np.array_equal(a, b) == (made[0] == "flux")
+    run.refused(sample.main, [str(result.folder)], says=["--prompts"])
 
 def test_tars_are_mapped_filtered_and_refused(made, tmp_path):
     keys = "image=jpg;png", "caption=txt", "json=json"
