@@ -158,7 +158,7 @@ def test_dmd2_trains_stops_and_resumes_bit_for_bit_on_captions_and_on_tars(made,
             assert not run.differing(whole[part], resumed[part])
     (tmp_path / "prompts.txt").write_text("a red circle\n\na blue one\n")
     for text, more in ((str(tmp_path / "prompts.txt"), []), ("a red circle", ["--negative", "a blue one"])):
-        args = ["--prompts", text, "--encoders", made[2], "--net", "teacher", "--steps", "2", "--seeds", "0-2"]
+        args = ["--prompts", text, "--encoders", made[2], "--net=teacher", "--steps=2", "--seeds=0-2"]
         out = ["--guidance", "3", "--out", str(tmp_path / f"out{len(more)}")]
         sample.main([str(result.folder), *args, *more, *out])
     pixels = [[np.asarray(Image.open(tmp_path / out / f"{i:07d}.png")) for i in range(3)]
