@@ -145,8 +145,8 @@ def profile_window(cfg):
 
 class Profile:
     """torch.profiler around the iterations of --profile: a trace (.json, for ui.perfetto.dev), a table (.txt)
-    and on CUDA memory (.pickle, for pytorch.org/memory_viz) in profile/ of the run folder, named by iterations
-    and rank; of rank 0, or with log_level debug of all."""
+    and on CUDA memory (.pickle, for pytorch.org/memory_viz) in profile/ of the run folder, named by
+    iterations and rank; of rank 0, or with log_level debug of all."""
 
     def __init__(self, cfg, folder, rank, device, say):
         self.first, self.last = profile_window(cfg) if rank == 0 or cfg["log_level"] == "debug" else (0, -1)
@@ -178,7 +178,8 @@ class Profile:
                 files.write(file, lambda f: prof.export_chrome_trace(f.name))
                 files.write(file.with_suffix(".txt"), lambda f: f.write(table.encode()))
                 if self.device.type == "cuda":
-                    files.write(file.with_suffix(".pickle"), lambda f: torch.cuda.memory._dump_snapshot(f.name))
+                    dump = torch.cuda.memory._dump_snapshot
+                    files.write(file.with_suffix(".pickle"), lambda f: dump(f.name))
                 self.say(f"profile of it {self.first} to {self.it}: {file}", "warning")
             except (BadInput, OSError, RuntimeError) as e:      # not worth a run
                 self.say(f"WARNING: no profile {file} ({e})", "warning")

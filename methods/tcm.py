@@ -15,7 +15,7 @@ share their masks (T has dropout too, as in both codes). FastGen takes the mean 
 slices below 4, and goes through the map's stages again unless it counts on from stage 1.
 
     python train.py methods/tcm.py && python train.py methods/tcm.py --preset stage2     both stages
-    python train.py methods/tcm.py --preset stage2 --stage1 outputs/fewstep/digits/cm#ema     README's, after cm.py
+    python train.py methods/tcm.py --preset stage2 --stage1 outputs/fewstep/digits/cm#ema   after cm.py
     torchrun --nproc_per_node 8 train.py methods/tcm.py --preset cifar10_stage1          then --preset cifar10
 """
 import torch

@@ -166,7 +166,8 @@ def test_r1_of_a_linear_critic_is_the_size_of_its_gradient_at_any_noise(name):
     """0.01 |a|^2; FastGen, which moves the clean image, has (t^2 + 0.01) |a|^2."""
     features = {} if name == "ladd" else dict(gan_features="teacher")
     method, cfg, held, batch = gaussians(name, (8192, 1, 4, 4), r1_weight=1.0, **features)
-    linear = lambda features, cond=None: features[0].flatten(1).sum(1, keepdim=True) * (13.17 / 16) ** 0.5   # |a|^2 13.17
+    scale = (13.17 / 16) ** 0.5                                     # |a|^2 is 13.17
+    linear = lambda features, cond=None: features[0].flatten(1).sum(1, keepdim=True) * scale
     r1 = method.step(held | dict(discriminator=linear), batch, 0, cfg)[1]["r1"]
     assert r1.item() == pytest.approx(0.1317, rel=0.05)
 
