@@ -1,11 +1,14 @@
 """What an iteration of the trainer costs over the network passes that its method cannot do without.
 
     python tools/bench.py methods/dmd2.py [--net edm:digits --key value ...] [--blocks 20] [--iters 5]
+    python tools/bench.py methods/sft.py --net toy:tiny,depth=33 --batch_size 1     clip, guard, EMA of 400
+    torchrun --nproc_per_node 2 tools/bench.py methods/sft.py --net toy:tiny        loop, log, preemption
 
 trainer.train itself runs, with a clock in the calls that a method gets anyway. Blocks of --iters iterations
 of one phase alternate with as many runs of its bare passes: the calls of nets that it made, of the same
 shapes, and the same optimizer's step. The first block of each is not counted, weights are random, the run
-folder is temporary. Times are ms per iteration, medians over blocks [quartiles]. On CUDA every reading of
+folder is temporary. Times are ms per iteration, medians over blocks [quartiles]; the ratio is that of
+neighbouring blocks. Memory is the peak of the process, on CUDA of torch's allocator. There, every reading of
 the clock waits for the device.
 """
 import contextlib
@@ -25,11 +28,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common, logs, shard, train, trainer  # noqa: E401, E402
 
-Leaf = namedtuple("Leaf", "size dtype device requires_grad")            # what is kept of a tensor argument
+
+# ---- the passes --------------------------------------------------------------------------------------------
+
+Leaf = namedtuple("Leaf", "shape dtype device requires_grad dual")     # what is kept of a tensor argument
 
 
 class Calls:
-    """What nets were called with, to be called with again: shapes, with a graph or not, in forward mode."""
+    """What nets were called with, to be called with again: shapes, with or without a graph, in forward mode.
+    That a method makes no calls that it could do without is for its tests to hold."""
 
     def __init__(self, nets):
         self.seen = []
@@ -39,15 +46,15 @@ class Calls:
     def note(self, name, net, args, kwargs, out):
         leaves, tree = tree_flatten((args, kwargs))
         dual = torch._C._functorch.is_functorch_wrapped_tensor              # inside torch.func.jvp
-        duals = [i for i, v in enumerate(leaves) if torch.is_tensor(v) and dual(v)]
-        leaves = [Leaf(v.shape, v.dtype, v.device, v.requires_grad and i not in duals)
-                  if torch.is_tensor(v) else v for i, v in enumerate(leaves)]
+        leaves = [Leaf(v.shape, v.dtype, v.device, v.requires_grad, dual(v)) if torch.is_tensor(v) else v
+                  for v in leaves]
+        text, forward_mode = f"{name} forward", any(map(is_dual, leaves))
         trained = any(p.requires_grad for p in net.parameters())
         graph = torch.is_grad_enabled() and (                               # dual numbers do not say
-            trained if duals else any(v.requires_grad for v in tensors(out)))
-        text = f"{name} forward" + "-mode" * bool(duals) + " to a tap" * kwargs.get("stop", False)
+            trained if forward_mode else any(v.requires_grad for v in tensors(out)))
+        text += "-mode" * forward_mode + " to a tap" * kwargs.get("stop", False)
         text += (" + backward" if trained else " + input gradient") * graph
-        call = functools.partial(call_again, net, tree, leaves, duals, torch.is_grad_enabled(), graph)
+        call = functools.partial(call_again, net, tree, leaves, torch.is_grad_enabled(), graph)
         self.seen.append((text, call))
 
     def take(self):
@@ -59,9 +66,12 @@ class Calls:
         return found
 
 
-def call_again(net, tree, leaves, duals, grad, graph):
-    made = [torch.full(v.size, 0.5 if v.dtype.is_floating_point else 0, dtype=v.dtype, device=v.device,
-                       requires_grad=v.requires_grad) if isinstance(v, Leaf) else v for v in leaves]
+def call_again(net, tree, leaves, grad, graph):
+    made, duals = list(leaves), [i for i, v in enumerate(leaves) if is_dual(v)]
+    for i, v in enumerate(leaves):
+        if isinstance(v, Leaf):
+            made[i] = torch.full(v.shape, 0.5 if v.dtype.is_floating_point else 0, dtype=v.dtype,
+                                 device=v.device, requires_grad=v.requires_grad and not v.dual)
 
     def call(*values):
         for i, v in zip(duals, values):
@@ -80,12 +90,18 @@ def tensors(out):
     return [v for v in tree_flatten(out)[0] if torch.is_tensor(v)]
 
 
+def is_dual(leaf):
+    return isinstance(leaf, Leaf) and leaf.dual
+
+
+# ---- the clock ---------------------------------------------------------------------------------------------
+
 class Syncs(TorchFunctionMode):
-    """Counts calls that make the host wait for the device (or read RAdam's counters, on the CPU)."""
-    names, n = "item tolist __bool__ __float__ __int__ __index__ cpu numpy nonzero equal".split(), 0
+    """Counts calls that make the host wait for the device."""
+    names, n, on = "item tolist __bool__ __float__ __int__ __index__ cpu numpy nonzero equal".split(), 0, True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.n += func.__name__ in self.names
+        self.n += self.on and func.__name__ in self.names
         return func(*args, **(kwargs or {}))
 
 
@@ -95,9 +111,9 @@ class Enough(BaseException):
 
 class Clocked:
     """A method as the trainer sees it, its phases in blocks of cfg["iters"] iterations, each followed by the
-    bare calls that it made and the optimizer."""
+    bare calls that it made and the optimizer. Without `parts` only whole iterations are timed."""
 
-    def __init__(self, method, cfg):
+    def __init__(self, method, cfg, parts=True):
         self.method, self.iters, self.init = method, cfg["iters"], lambda cfg: {}
         self.path, self.source = method.path, method.source
         self.build, self.sample = method.build, method.sample
@@ -109,65 +125,93 @@ class Clocked:
         off = dict.fromkeys(("stop_at", "save_every", "val_every", "sample_every", "log_every"), 0)
         off["max_iter"] = max(cfg["max_iter"], len(self.plan) + 1)
         self.cfg = cfg | off | dict(wandb="disabled", log_level="warning")
-        self.blocks, self.syncs = {phase: [] for phase in turns}, {}
-        self.then, self.stepped, self.counter, self.calls = 0.0, -1, None, None
+        self.blocks, self.syncs, self.laps = {phase: [] for phase in turns}, {}, defaultdict(float)
+        self.part = self.lap if parts else lambda name: None
+        self.then, self.stepped, self.counter, self.calls = time.perf_counter(), -1, None, None
 
     def run(self):
         with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough):
             os.environ["FEWSTEP_OUTPUT_ROOT"] = root
-            trainer.train(self, self.cfg)
+            try:
+                trainer.train(self, self.cfg)
+            finally:
+                self.close()
+
+    def close(self):
+        if self.counter:
+            self.counter = self.counter.__exit__(None, None, None)
 
     def optimizers(self, nets, cfg):
         self.opts = self.method.optimizers(nets, cfg)
+        def before(*_):
+            self.part("average, clip + guard")
+            if self.counter:
+                self.counter.on = False                 # torch's RAdam reads counters that are on the CPU
+        def after(*_):
+            self.part("optimizer")
+            if self.counter:
+                self.counter.on = True
+        for opt in self.opts.values():
+            opt.register_step_pre_hook(before)
+            opt.register_step_post_hook(after)
         return self.opts
 
     def phase(self, it, cfg):
         """The trainer's first call in an iteration, so also the end of the one before."""
-        if self.counter and it > self.stepped:
-            self.counter = self.counter.__exit__(None, None, None)
-        if it == self.stepped + 1 and it % self.iters == 0:
-            if it > 0:
-                self.end(self.plan[it - 1][1], clock() - self.then)
+        if it > 0 and it == self.stepped + 1:
+            self.lap("EMA + log")
+            self.close()
+            if it % self.iters == 0:
+                self.end(self.plan[it - 1][1])
             if it == len(self.plan):
                 raise Enough                            # out of the trainer, which would write a checkpoint
-            self.then = clock()
+            self.lap("")
         return self.plan[min(it, len(self.plan) - 1)][1]
 
     def step(self, nets, batch, it, cfg):
+        self.part("data + encode")
         self.batch, self.stepped, (own, phase) = batch, it, self.plan[it]
         self.calls = self.calls or Calls(nets)
         loss, logged = self.method.step(nets, batch, own, cfg)
+        self.part("step")
+        after = torch.autograd.Variable._execution_engine.queue_callback
+        loss.register_hook(lambda grad: after(lambda: self.part("backward")))
         if phase not in self.syncs and not cfg["compile"]:  # in an uncounted block, until the next phase()
             self.counter = self.syncs[phase] = Syncs().__enter__()
         return loss, logged
 
-    def end(self, phase, took):
+    def lap(self, name):
+        """What ran since the last lap counts as `name`, in ms."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if name:
+            self.laps[name] += (now - self.then) * 1e3
+        self.then = now
+
+    def end(self, phase):
         """The end of a block: note what it took, run the passes."""
         opt, device, amp = self.opts[phase], self.batch["x0"].device, shard.DTYPES.get(self.cfg["amp"])
-        calls, passes = self.calls.take(), defaultdict(float)
+        block, self.laps, calls = dict(iteration=self.laps), defaultdict(float), self.calls.take()
         for group in opt.param_groups:                  # these steps move no weight; the trainer sets lr anew
             group["lr"] = group["lr"] * 0.0
         for i in range(self.iters):
             with torch.autocast(device.type, amp, enabled=bool(amp)):
+                self.lap("")
                 for name, functions in calls.items():
-                    then = clock()
                     for f in functions[i::self.iters]:
                         f()
-                    passes[name] += clock() - then
-            then = clock()
+                    self.lap(name)
             opt.step()
             opt.zero_grad(set_to_none=True)
-            passes["optimizer"] += clock() - then
-        self.blocks[phase].append((took, passes, {k: len(f) / self.iters for k, f in calls.items()}))
+        block["passes"] = {name: self.laps[name] for name in (*calls, "optimizer")}
+        self.laps = defaultdict(float)
+        block["times"] = {name: len(functions) / self.iters for name, functions in calls.items()}
+        self.blocks[phase].append(block)
         self.calls.take()                               # of the calls just made
 
 
-def clock():
-    """ms, once the device has done its work."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter() * 1e3
-
+# ---- the table ---------------------------------------------------------------------------------------------
 
 def row(name, values):
     low, mid, high = quantiles(values, n=4, method="inclusive")
@@ -180,20 +224,23 @@ def main(argv):
     method = train.load_method(argv[0])
     method.config = method.config | dict(blocks=20, iters=5)
     cfg, _, options = train.resolve(method, argv[1:])
-    if options.keys() - {"preset"} or cfg["blocks"] < 2:
-        raise common.BadInput("tools/bench.py takes keys, --preset, --blocks (2 or more) and --iters")
-    print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks "
+    if options.keys() - {"preset"} or cfg["blocks"] < 2 or cfg["iters"] < 1:
+        raise common.BadInput("tools/bench.py takes a method file, its keys, --preset, --blocks (2 or more), "
+                              "--iters (1 or more), but neither --help nor --dry_run")
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")
+    print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks",
           f"of {cfg['iters']}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}", flush=True)
     clocked = Clocked(method, cfg)
     clocked.run()
     for phase, (_, *blocks) in clocked.blocks.items():
         print(f"{phase}: {clocked.syncs[phase].n if phase in clocked.syncs else '?'} device sync(s)")
-        for name in dict.fromkeys(name for _, passes, _ in blocks for name in passes):
-            n = sum(times.get(name, 1) for _, _, times in blocks) / len(blocks)
-            row(f"{name} x {n:.3g}" if n != 1 else name, [b[1][name] / cfg["iters"] for b in blocks])
-        row("= passes", [sum(passes.values()) / cfg["iters"] for _, passes, _ in blocks])
-        row("= iteration", [took / cfg["iters"] for took, _, _ in blocks])
-        row("ratio", [took / sum(passes.values()) for took, passes, _ in blocks])
+        for kind in ("passes", "iteration"):
+            for name in dict.fromkeys(name for b in blocks for name in b[kind]):
+                n = sum(b["times"].get(name, 1) for b in blocks) / len(blocks)
+                row(f"{name} x {n:.3g}" if n != 1 else name, [b[kind][name] / cfg["iters"] for b in blocks])
+            row(f"= {kind}", [sum(b[kind].values()) / cfg["iters"] for b in blocks])
+        row("ratio", [sum(b["iteration"].values()) / sum(b["passes"].values()) for b in blocks])
     print(f"peak memory {logs.memory_gb(clocked.batch['x0'].device) * 1024:.0f} MB")
 
 
