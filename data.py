@@ -73,8 +73,9 @@ def load(cfg, split="train"):
         return Tars(tars, cfg, split)
     path, url = files.place(source), "://" in source
     if not url and not os.path.exists(path):
+        make = "" if path.suffix else f" (`torchrun tools/make_pairs.py --out {source}` makes some)"
         raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, .npz, .tar, digits"
-                       f" or pairs (`torchrun tools/make_pairs.py --out {source}` makes some)")
+                       f" or pairs{make}")
     if url or pairs_meta(path):
         return Pairs(path, cfg, split)
     read = folder if path.is_dir() else {".zip": archive, ".npz": npz}.get(path.suffix)
@@ -246,7 +247,7 @@ class Pairs(Images):
         n, t, label = (self.meta[key] for key in ("pairs", "path_t", "labels"))
         self.shards = [pairs_shard(path, self.meta, k) for k in range(-(-n // self.meta["shard"]))]
         std, sigma = self.shards[0][:256, 0].std(), float(alpha_sigma(self.meta["schedule"], t[0])[1])
-        if abs(std / sigma - 1) > 0.1:
+        if abs(std / sigma - 1) > max(0.1, 4 * self.shards[0][:256, 0].size ** -0.5):
             raise BadInput(f"{path}: the noise has a standard deviation of {std:.3g}, not {sigma:.3g} as at "
                            f"t = {t[0]:g}; states are stored as nets see them, sigma z: make the pairs anew")
         held, self.about = max(n // 20, 1), dict(pairs_of=self.meta["data"])

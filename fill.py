@@ -147,8 +147,8 @@ def check(own, held, what, keys=None, optional=()):
     problems = [f"{len(p)} {kind} ({', '.join(p[:3])}{', ...' if len(p) > 3 else ''})"
                 for kind, p in (("missing", missing), ("unknown", unknown), ("misshapen", wrong)) if p]
     if problems:
-        raise BadInput(f"weights of {what} do not fit the net: {'; '.join(problems)}; is --net the one they "
-                       f"were made with? --name NEW starts a new run")
+        raise BadInput(f"weights of {what} do not fit the net: {'; '.join(problems)}; are --net and the "
+                       f"method's keys those they were made with? --name NEW starts a new run")
 
 
 def spread(read, spec, device):

@@ -277,6 +277,9 @@ def check_folder(method, cfg, folder, state=None, data=None):
         raise BadInput(f"{folder} is a run of {was['method']}, not of {mine}; use --name NEW")
     if cfg["resume"] == "force":
         return True
+    if state and state["config"].get("stage1", "") != cfg.get("stage1", ""):
+        raise BadInput(f"{folder} is a run with --stage1 {state['config'].get('stage1') or repr('')}, not "
+                       f"{cfg['stage1'] or repr('')}: another training; use --name NEW")
     if files.read(folder / "method.py") not in (None, method.source):
         raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, "
                        f"--resume force continues with the changed file")
@@ -330,6 +333,11 @@ def pin_sources(cfg, nets, inits, state):
         f"--teacher PATH[#ENTRY]")
     kept = state["sources"] if state else {}
     sources = {s: kept.get(s) or ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
+    folder = output_folder(cfg)
+    for s, found in sources.items():                    # --keep_last would delete it
+        file = ckpt.find(found["file"])
+        if isinstance(file, Path) and isinstance(folder, Path) and file.is_relative_to(folder.resolve()):
+            raise BadInput(f"{s} lies in this run's own folder; give --name NEW")
     held = {s: ckpt.read(sources[s]) for s in fill.needed(nets, inits, state)}
     fill.check_sources(nets, inits, held)
     return dict(sources=sources, held=held)

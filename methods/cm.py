@@ -96,7 +96,7 @@ def build(cfg):
         common.known(f"--{key}", cfg[key], choices)
     for key, low, high in (
             ("q", 1.001, 1e9), ("kimg_per_stage", 1, 1e9), ("ratio_cap", 0, 0.99999),
-            ("huber_c", 0, 1e9), ("grid_start", 1, 1e6), ("grid_end", cfg["grid_start"], 1e6)):
+            ("huber_c", 0, 100), ("grid_start", 1, 1e6), ("grid_end", cfg["grid_start"], 1e6)):
         common.number(f"--{key}", cfg[key], low, high)
     if cfg["distill"] and not cfg["teacher"]:
         raise common.BadInput("--distill true needs a teacher; give --teacher, or --distill false")

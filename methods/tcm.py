@@ -78,11 +78,9 @@ def build(cfg):
     common.known("--loss_weight", cfg["loss_weight"], common.consistency_weights)
     for key, low, high in (
             ("q", 1.001, 1e9), ("kimg_per_stage", 1, 1e9), ("ratio_cap", 0, 0.99999),
-            ("huber_c", 0, 1e9), ("transition", 1e-6, 1e9), ("boundary_prob", 0, 0.999)):
+            ("huber_c", 0, 100), ("transition", 1e-6, 1e9), ("boundary_prob", 0, 0.999)):
         common.number(f"--{key}", cfg[key], low, high)
     common.no_guidance(cfg["guidance"], "TCM")
-    if cfg["stage1"].partition("#")[0].rstrip("/").endswith(f"/{cfg['name']}"):
-        raise common.BadInput(f"--stage1 {cfg['stage1']} is this run's own folder; give --name NEW")
     common.check_noise(student, **times(cfg, "tail_" if cfg["stage1"] else ""))
     for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
         if levels(student, cfg, steps)[-2] < cfg["transition"] and cfg["stage1"]:

@@ -256,3 +256,13 @@ def test_stage_2_on_two_sharded_ranks_equals_one_also_where_a_net_gets_no_sample
     two = run.ranks(2, losses, dict(parallel="fsdp", name="two"))[0]
     for a, b in zip(two, losses(dict(accum=2, name="one")), strict=True):
         assert a == pytest.approx(b, rel=1e-5)
+
+def test_a_run_starts_from_no_checkpoint_of_its_own_and_stays_with_its_first_stage(outputs):
+    first, other = (run.run(*setup("cm", name=name, max_iter=1, save_every=1)).folder for name in ("a", "b"))
+    stage2 = lambda **more: setup("tcm", name="two", save_every=1, **more)
+    run.run(*stage2(stage1=f"{first}#ema", max_iter=1))
+    for source in (f"{other}#ema", ""):
+        refused(run.run, *stage2(stage1=source, max_iter=2), says=["--stage1", "--name NEW"])
+    run.run(*stage2(stage1=f"{first}#ema", max_iter=2))
+    own = f"{first}/checkpoints/0000001.pth"
+    refused(run.run, *setup("cm", name="a", teacher=own, max_iter=2), says=[own, "own folder", "--name NEW"])

@@ -111,6 +111,7 @@ def main(argv):
     common.t_list(net.schedule, len(path_t), path_t)
     common.t_list(net.schedule, args.steps)
     common.number("--guidance", args.guidance)
+    common.number("--seed", args.seed, 0)
     order = data.indices(args.seed, range(args.pairs), len(found)) if found.classes else None
     labels = found.label[order].tolist() if found.classes else None
     same = ("pairs", "shard", "seed", "net", "data", "steps", "solver", "guidance")
