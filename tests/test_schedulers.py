@@ -116,7 +116,8 @@ def test_a_signal_reaches_workers_that_do_not_exist_yet_whose_exit_code_comes_ou
                                                 f"localhost:{job.job}", "--rdzv-id", job.job]
     words = ["1", *meet, "--nproc_per_node", str(2 // nodes), "--shutdown-timeout", "150", "train.py",
              "my method.py", "--name=a b"]
-    assert job.text().count(str(words)) == job.text().count("'train.py'") == nodes      # lines may run together
+    found = job.text()                                  # in which the nodes' lines may run together
+    assert found.count(str(words)) == found.count("'train.py'") == nodes, found
 
 @pytest.mark.parametrize("script, to", [(ONE, "B:USR1"), (TWO, "USR1")])
 def test_what_the_scripts_ask_slurm_for(script, to):
