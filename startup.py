@@ -335,7 +335,7 @@ def pin_sources(cfg, nets, inits, state):
     sources = {s: kept.get(s) or ckpt.resolve(s, hint) for s in inits.values() if s not in nets}
     folder = output_folder(cfg)
     for s, found in sources.items():                    # --keep_last would delete it
-        file = ckpt.find(found["file"])
+        file = None if found["file"].startswith("hf://") else ckpt.find(found["file"])  # asks no hub again
         if isinstance(file, Path) and isinstance(folder, Path) and file.is_relative_to(folder.resolve()):
             raise BadInput(f"{s} lies in this run's own folder; give --name NEW")
     held = {s: ckpt.read(sources[s]) for s in fill.needed(nets, inits, state)}

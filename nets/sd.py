@@ -212,12 +212,9 @@ class UNet(Net):
         """cond: text (B, L, text_dim); text_mask (B, L), 0 = a token that is not seen (the public pipelines
         give none); with pooled_dim also pooled (B, pooled_dim) and time_ids (B, 6), in pixels: height and
         width of the original, top and left of its crop, height and width asked for (1024, uncropped)."""
-        for key, size in dict(text=self.text_dim, pooled=self.pooled_dim).items():
-            if size and (key not in cond or cond[key].shape[-1] != size):
-                got = tuple(cond[key].shape) if key in cond else "nothing"
-                raise BadInput(f"sd: cond[{key!r}] must have {size} channels, not be {got}; is the text "
-                               "encoder the one of this net?")
-        text, bias, embed = cond["text"], None, lambda t, n: sin_emb(t, n, self.dtype)           # noqa: E731
+        pooled = dict(pooled=self.pooled_dim) if self.pooled_dim else {}
+        text, *pooled = self.need(cond, text=self.text_dim, **pooled)
+        bias, embed = None, lambda t, n: sin_emb(t, n, self.dtype)           # noqa: E731
         if "text_mask" in cond:
             bias = -1e4 * (1 - cond["text_mask"].to(text.dtype))[:, None, None]                 # (B, 1, 1, L)
         e = self.time_embedding(embed(1000 * times[0], self.width))                              # (B, E)
@@ -225,7 +222,7 @@ class UNet(Net):
         if self.pooled_dim:
             ids = cond.get("time_ids", x.new_tensor([[1024, 1024, 0, 0, 1024, 1024]]).expand(len(x), 6))
             ids = rearrange(embed(ids.reshape(-1), self.id_dim), "(b n) d -> b (n d)", n=6)
-            emb = emb + self.add_embedding(torch.cat([cond["pooled"], ids], dim=1))
+            emb = emb + self.add_embedding(torch.cat([*pooled, ids], dim=1))
         if len(times) > 1:
             emb = emb + self.r_embedder(embed(1000 * times[1], self.width))
 
