@@ -5,7 +5,6 @@ The checks run before the process group starts, alike on every rank: a mistake c
 import ast
 import contextlib
 import copy
-import ctypes
 import fcntl
 import json
 import math
@@ -365,14 +364,6 @@ def post_step(nets):
     for net in nets:
         if hasattr(net, "post_step"):
             net.post_step()
-
-
-def keep_memory():
-    """glibc keeps freed blocks up to 32 MB for the next pass; by default it gives most back to the system and
-    has them cleared again, 6 % of a training step on the CPU. Elsewhere nothing happens."""
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-3, 1 << 25)                       # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 1 << 30)                       # M_TRIM_THRESHOLD
 
 
 def fill_nets(cfg, plan, averages, held, state, mesh):

@@ -220,8 +220,8 @@ def train(method, cfg, changed=(), dry_run=False):
                 record.picture(done, encoders.decode(x0, cfg), grid, columns)
 
     # ---- the loop
-    if device.type == "cpu":
-        startup.keep_memory()
+    if device.type == "cpu" and mesh is None:
+        shard.keep_freed(2 ** 25)
     look(start, at_start=True)
     done, previous = start, None
     if stopping():
