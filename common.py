@@ -140,6 +140,13 @@ def t_like(value, x):
     return torch.full((len(x),), float(value), dtype=dtype, device=x.device)
 
 
+def chunks(frames, chunk):
+    """Sizes of the chunks of a clip, in order: all `chunk` frames long but the first, which also takes the
+    remainder: chunks(8, 3) = [5, 3], chunks(2, 3) = [2]; chunk 0 is one chunk of all frames."""
+    n = max(frames // chunk, 1) if chunk else 1
+    return [frames - chunk * (n - 1)] + [chunk] * (n - 1)
+
+
 # ---------------------------------------------------------------- noising and predictions
 
 def expand(a, x):
