@@ -140,13 +140,6 @@ def t_like(value, x):
     return torch.full((len(x),), float(value), dtype=dtype, device=x.device)
 
 
-def chunks(frames, chunk):
-    """Sizes of the chunks of a clip, in order: all `chunk` frames long but the first, which also takes the
-    remainder: chunks(8, 3) = [5, 3], chunks(2, 3) = [2]; chunk 0 is one chunk of all frames."""
-    n = max(frames // chunk, 1) if chunk else 1
-    return [frames - chunk * (n - 1)] + [chunk] * (n - 1)
-
-
 # ---------------------------------------------------------------- noising and predictions
 
 def expand(a, x):
@@ -431,6 +424,15 @@ def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2):
         states += [x] if t_next in at else []
     x0 = predict(net, x, t_like(ts[-1], x), cond, "x0", uncond, guidance)
     return (x0, states) if at else x0
+
+
+# ---------------------------------------------------------------- video: chunk after chunk
+
+def chunks(frames, chunk):
+    """Sizes of the chunks of a clip, in order: all `chunk` frames long but the first, which also takes the
+    remainder: chunks(8, 3) = [5, 3], chunks(2, 3) = [2]; chunk 0 is one chunk of all frames."""
+    n = max(frames // chunk, 1) if chunk else 1
+    return [frames - chunk * (n - 1)] + [chunk] * (n - 1)
 
 
 # ---------------------------------------------------------------- losses

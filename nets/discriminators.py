@@ -53,8 +53,8 @@ class Heads(nn.Module):
         self.blocks = [f"{self.name}.{i}" for i in range(len(self.shapes))] if big else []
 
     def forward(self, features, cond={}):
-        """features: list of (B, C, [T,] H, W) in the order of tap_shapes -> logits (B, heads). Of cond: label,
-        text, text_mask."""
+        """features: list of (B, C, [T,] H, W) in the order of tap_shapes -> logits (B, heads). Of cond:
+        label, text, text_mask."""
         if [tuple(x.shape[1:]) for x in features] != self.shapes:
             raise BadInput(f"features {[tuple(x.shape) for x in features]} do not fit a discriminator built "
                            f"for {self.shapes}; build it with the net's tap_shapes(taps)")

@@ -26,7 +26,7 @@ from torch import nn
 
 from common import BadInput, chunks, expand, known, prediction, wide
 from nets.layers import (FeedForward, Linear, MLP2, Net, Zero, angles, attention, gelu_tanh, grid, modulate,
-                         rope, sin_emb, unipc)
+                         per_frame, rope, sin_emb, unipc)
 
 small = dict(x_shape=(16, 21, 60, 104), depth=30, dim=1536, heads=12, hidden=8960)
 large = dict(x_shape=(16, 21, 60, 104), depth=40, dim=5120, heads=40, hidden=13824)
@@ -102,13 +102,12 @@ class CrossAttention(Attention):
 
 
 class Sight(NamedTuple):
-    """views: (first, end) of each chunk with [(first, end), ...] of the frames that it sees, counted from the
-    first cached one, its own last; angle (K, d / 2): RoPE of all keys or, relative, of as many as a chunk
-    sees at most; keep: spans of frames that stay in the cache; write: whether one is returned."""
+    """What each chunk sees: its frames (first, end) with spans [(first, end), ...] of frames counted from the
+    first cached one, its own last; RoPE angles (K, d / 2) of all keys, or of as many as a chunk sees at most
+    where they are relative to that; whether to return what a cache holds."""
     views: list
     angle: torch.Tensor
     relative: bool
-    keep: list
     write: bool
 
 
@@ -176,9 +175,9 @@ original = (
 class Wan(Net):
     """hidden: width inside the MLPs; first: what is done with cond's first_frame, "" nothing, "replace" it
     takes x's place, "concat" it stands beside x; image_dim: width of CLIP's states; control: channels of the
-    control; hints: the blocks that its blocks add to, times control_scale, one number or one for each; freq:
-    of the time's embedding; shift: of the teacher's times; r_kind: "diff" embeds t - r, "abs" r; norm_temb:
-    shifts and scales of unit length (sCM); chunk, window and sink in latent frames."""
+    control; hints: the blocks that its blocks add to, times control_scale; freq: of the time's embedding;
+    shift: of the teacher's times; r_kind: "diff" embeds t - r, "abs" r; norm_temb: shifts and scales of unit
+    length (sCM); chunk, window and sink in latent frames."""
     schedule, pred = "rf", "flow"
     layouts = dict(public=(("^layers", "blocks"),), original=original,
                    self_forcing=(*original, ("^", "model.")))
@@ -200,8 +199,8 @@ class Wan(Net):
         self.text_dim, self.image_dim, self.first, self.control = text_dim, image_dim, first, control
         self.chunk, self.window, self.sink, self.positions = chunk if causal else 0, window, sink, positions
         self.takes = ("skip", "start", "cache", "write") if self.chunk else ("skip",)
-        many = control_scale if isinstance(control_scale, (tuple, list)) else [control_scale] * len(hints)
-        self.hints, d, (channels, frames, rows, columns) = dict(zip(hints, many)), dim // heads, x_shape
+        self.hints, self.control_scale, d = tuple(hints), control_scale, dim // heads
+        channels, frames, rows, columns = x_shape
         self.axes = d - 4 * (d // 6), 2 * (d // 6), 2 * (d // 6)
         self.blocks = [f"layers.{i}" for i in range(depth)] + [f"vace_blocks.{j}" for j in range(len(hints))]
         self.taps_at = [(dim // 4, frames, rows, columns)] * depth
@@ -241,17 +240,17 @@ class Wan(Net):
         """As Net's. A first frame that takes x's place stands there at time 0, and comes out as x0."""
         if self.first != "replace" or start or "first_frame" not in cond:
             return super().forward(x_t, t, cond, r, start=start, **kw)
-        clean = wide(self.frames_of(cond, "first_frame", self.x_shape[0], 0, x_t[:, :, :1]))
+        clean = wide(self.need_frames(cond, "first_frame", self.x_shape[0], 0, x_t[:, :, :1]))
         t = per_frame(t, x_t)
         later = torch.arange(x_t.shape[2], device=t.device) > 0
         x = torch.cat([clean.to(x_t.dtype), x_t[:, :, 1:]], dim=2)
         result = super().forward(x, t * later, cond, None if r is None else per_frame(r, x_t) * later, **kw)
-        out = prediction(result) if torch.is_tensor(result) or "out" in result else None
-        if out is not None:                             # x_t - t flow = clean; at t = 0 any flow gives x_t
-            t0 = t[:, :1]
-            flow = (x_t[:, :, :1] - clean) * expand((t0 > 0) / t0.clamp(min=1e-6), x_t[:, :, :1])
-            out = torch.cat([flow.to(out.dtype), out[:, :, 1:]], dim=2)
-        return result if out is None else dict(result, out=out) if isinstance(result, dict) else out
+        if isinstance(result, dict) and "out" not in result:
+            return result
+        out, t = prediction(result), t[:, :1]           # x_t - t flow = clean; at t = 0 any flow gives x_t
+        flow = (x_t[:, :, :1] - clean) * expand((t > 0) / t.clamp(min=1e-6), clean)
+        out = torch.cat([flow.to(out.dtype), out[:, :, 1:]], dim=2)
+        return dict(result, out=out) if isinstance(result, dict) else out
 
     def run(self, x, times, cond, tap, skip, start=0, cache=None, write=False):
         """cond: text (B, L, text_dim), seen whole with its padding; image (B, N, image_dim); first_frame
@@ -264,7 +263,7 @@ class Wan(Net):
         if self.image_dim:
             image = embed["image_embedder"](*self.need(cond, image=self.image_dim))
         tokens = lambda y: rearrange(y, "b d t h w -> b t (h w) d")                             # noqa: E731
-        control = self.frames_of(cond, "control", self.control, start, x) if self.control else None
+        control = self.need_frames(cond, "control", self.control, start, x) if self.control else None
         x = torch.cat([x, *self.beside(x, cond, start)], dim=1)
         sight, pos = self.look(x, start, cache, write)
         rows, at = x.shape[3] // 2, [per_frame(v, x) for v in times]
@@ -279,15 +278,14 @@ class Wan(Net):
 
         if self.control:
             c = tokens(self.vace_patch_embedding(control))
-            for (i, scale), block, old in zip(self.hints.items(), self.vace_blocks, past[len(self.layers):]):
-                c, hint, kv = block(c, x, *shared, old)
-                hints[i] = scale * hint
+            for i, block, old in zip(self.hints, self.vace_blocks, past[len(self.layers):]):
+                c, hints[i], kv = block(c, x, *shared, old)
                 side.append(kv)
         for i, (block, old) in enumerate(zip(self.layers, past)):
             if i not in skip:
                 x, kv = block(x, *shared, old)
                 kvs.append(kv)
-            x = x + hints[i] if i in hints else x
+            x = x + self.control_scale * hints[i] if i in hints else x
             if tap(i, rearrange(x, "b t (h w) (p q c) -> b c t (h p) (w q)", h=rows, p=2, q=2)):
                 return None, e
         shift, scale = (self.scale_shift_table + e.unsqueeze(2)).unbind(2)
@@ -295,7 +293,8 @@ class Wan(Net):
                         "b t (h w) (p q c) -> b c t (h p) (w q)", h=rows, p=2, q=2)
         if not write:
             return out, e
-        keep = lambda y, dim: join([y.narrow(dim, a, b - a) for a, b in sight.keep], dim)       # noqa: E731
+        kept = spans(len(pos) - self.window if self.window else 0, len(pos), self.sink)
+        keep = lambda y, dim: join([y.narrow(dim, a, b - a) for a, b in kept], dim)             # noqa: E731
         whole = [kv if old is None else torch.cat([old, kv], dim=1) for old, kv in zip(past, kvs + side)]
         return out, e, dict(pos=keep(pos, 0), kv=[keep(kv, 1) for kv in whole])
 
@@ -315,11 +314,10 @@ class Wan(Net):
             end += size
             low = min(end - self.window, end - size) if self.window else 0
             views.append(((end - size - begin, end - begin), spans(low, end, self.sink)))
-        keep = spans(end - self.window if self.window else 0, end, self.sink)
         relative = self.positions == "window"
         seen = count(max(sum(b - a for a, b in view) for _, view in views)) if relative else pos
         angle = angles(grid(seen, count(x.shape[3] // 2), count(x.shape[4] // 2)), self.axes)
-        return Sight(views, angle, relative, keep, write), pos
+        return Sight(views, angle, relative, write), pos
 
     def beside(self, x, cond, start):
         """Channels that go in with x: 4 that are 1 on the clip's first frame, then cond's first_frame."""
@@ -327,23 +325,7 @@ class Wan(Net):
             return []
         mask = (torch.arange(start, start + x.shape[2], device=x.device) == 0).to(x.dtype)
         mask = mask[:, None, None].expand(len(x), 4, -1, *x.shape[3:])
-        return [mask, self.frames_of(cond, "first_frame", self.x_shape[0], start, x)]
-
-    def frames_of(self, cond, key, channels, start, x):
-        """cond's latents at the frames of x (B, C, T, H, W), of which the first is `start`."""
-        given, end = cond.get(key), start + x.shape[2]
-        want, found = (len(x), channels, end, *x.shape[3:]), () if given is None else tuple(given.shape)
-        if (*found[:2], *found[3:]) != (*want[:2], *want[3:]) or found[2] < end:
-            raise BadInput(f"Wan as it was built needs {key} of shape {want}, or of more frames, in cond, "
-                           f"which has {found or 'none'}")
-        return given[:, :, start:end]
-
-
-def per_frame(t, x):
-    """Times (B,) or (B, T) as (B, T), one for each frame of x (B, C, T, H, W)."""
-    if t.ndim == 2 and t.shape[1] != x.shape[2]:
-        raise BadInput(f"t of shape {(*t.shape,)} for {x.shape[2]} frames; one time a clip or a frame is due")
-    return (t if t.ndim == 2 else t[:, None]).expand(-1, x.shape[2])
+        return [mask, self.need_frames(cond, "first_frame", self.x_shape[0], start, x)]
 
 
 def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):
