@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import BadInput, predict, t_like
+from common import BadInput, add_noise, convert, predict, t_like
 
 
 class Net(nn.Module):
@@ -129,7 +129,9 @@ def sin_emb(t, n, dtype, scale=1.0):
 
 
 def rope(x, angle):
-    """Rotates neighbouring channels of x (B, heads, S, d) by angle (S, d / 2) in at least float32."""
+    """Rotates neighbouring channels of x (B, heads, S, d) by any angle (S, d / 2) in at least float32."""
+    if angle is None:
+        return x
     a, b = x.to(torch.promote_types(torch.float32, x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angle.cos().to(a.dtype), angle.sin().to(a.dtype)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
@@ -152,8 +154,9 @@ def attention(q, k, v, mask=None):
 
 
 def modulate(x, shift, scale, eps=1e-6):
-    """LayerNorm without parameters, then scale and shift (B, D) for each token of x (B, S, D)."""
-    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale[:, None]) + shift[:, None]
+    """LayerNorm without parameters, then scale and shift (B, D) for each token of x (B, S, D); or all
+    of it with an axis of frames after the first."""
+    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale.unsqueeze(-2)) + shift.unsqueeze(-2)
 
 
 # ---- parts under the names of diffusers, which the transformers of images and videos share
@@ -250,10 +253,10 @@ def grid(*axes):
 
 
 def pack(x):
-    """(B, C, H, W) -> tokens (B, H / 2 x W / 2, 4 C) of 2 x 2 pixels, channels slowest."""
-    if x.shape[2] % 2 or x.shape[3] % 2:
-        raise BadInput(f"height and width must be even, not {tuple(x.shape[2:])}: a token is 2 x 2 latents")
-    return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
+    """(B, C, [T,] H, W) -> tokens (B, [T x] H / 2 x W / 2, 4 C) of 2 x 2 pixels, channels slowest."""
+    if x.shape[-2] % 2 or x.shape[-1] % 2:
+        raise BadInput(f"height and width must be even, not {tuple(x.shape[-2:])}: a token is 2 x 2 latents")
+    return rearrange(x, "b c ... (h p) (w q) -> b (... h w) (c p q)", p=2, q=2)
 
 
 def unpack(tokens, rows):
@@ -261,7 +264,19 @@ def unpack(tokens, rows):
     return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=rows, p=2, q=2)
 
 
-# ---- the samplers of the flow models
+# ---- samplers
+
+def ddim(net, noise, cond, ks, each, uncond=None, guidance=1.0):
+    """x0 from noise(0) by DDIM (Song 2020, arXiv 2010.02502, eta 0) at times ks / 1000 of a table. As in
+    diffusers every step goes down by `each`, also where the next of ks is not there; below 0 is x0."""
+    x = noise(0)
+    for k in ks:
+        t = t_like(k / 1000, x)
+        pred = predict(net, x, t, cond, net.pred, uncond, guidance)
+        x0, eps = (convert(net.schedule, x, pred, t, net.pred, kind) for kind in ("x0", "eps"))
+        x = add_noise(net.schedule, x0, eps, t - each / 1000) if k >= each else x0
+    return x
+
 
 def dynamic_mu(tokens, low, high):
     """The line through low and high, each (tokens, mu): larger images get more of their steps near noise."""
