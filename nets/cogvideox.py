@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 class CogVideoX(Net):
     """time_dim: width of the embedded time; rotary: places by RoPE (5B), not by a table (2B)."""
-    pred = "v"
+    pred, takes = "v", ("skip",)
 
     def __init__(self, x_shape, depth, dim, heads, time_dim, text_dim, schedule="cogvideox", rotary=False,
                  r=False, logvar=False, dropout=0.0):
@@ -129,7 +129,7 @@ class CogVideoX(Net):
         n = self.dim // self.heads // 8
         return angles(grid(torch.arange(frames, device=device).double(), *sides), (2 * n, 3 * n, 3 * n))
 
-    def run(self, x, times, cond, tap):
+    def run(self, x, times, cond, tap, skip):
         """cond: text (B, L, text_dim), seen whole with its padding. Any T, even H, W."""
         (text,) = self.need(cond, text=self.text_dim)
         size, angle = (x.shape[2], x.shape[3] // 2, x.shape[4] // 2, x.device), None
@@ -146,7 +146,8 @@ class CogVideoX(Net):
         else:
             x = x + self.table(*size)
         for k, block in enumerate(self.transformer_blocks):
-            x, text = block(x, text, e, angle)
+            if k not in skip:
+                x, text = block(x, text, e, angle)
             if tap(k, video(x)):
                 return None, e_t
         return video(self.proj_out(self.norm_out(self.norm_final(x), *self.norm_out.chunks(e)))), e_t
