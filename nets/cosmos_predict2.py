@@ -158,6 +158,14 @@ class Cosmos(Net):
             time = time * (24 / cond["fps"].double())[:, None, None, None]
         return torch.cat([time, *(a.expand(*time.shape[:-1], -1) for a in sides)], dim=-1)
 
+    def given(self, cond, x):
+        """condition_frames, like x (B, C, T, H, W), and condition_mask as (B, 1, T, H, W)."""
+        clean, mask = cond.get("condition_frames", x[:0]), cond["condition_mask"]
+        if clean.shape != x.shape or mask.ndim != 5 or mask.shape[:3] != (len(x), 1, x.shape[2]):
+            raise BadInput(f"Cosmos needs condition_frames of shape {tuple(x.shape)} and condition_mask of "
+                           f"(B, 1, T, H or 1, W or 1), not {tuple(clean.shape)} and {tuple(mask.shape)}")
+        return clean, mask.expand(-1, -1, -1, *x.shape[3:])
+
     def run(self, x, times, cond, tap, skip):
         """cond: text (B, L, text_dim), seen whole with its padding; fps (B,) or none; for video2world
         condition_frames (B, C, T, H, W) and condition_mask (B, 1, T, H or 1, W or 1), or neither. Any T, even
@@ -165,12 +173,13 @@ class Cosmos(Net):
         (text,) = self.need(cond, text=self.text_dim)
         frames, rows, columns = x.shape[2], x.shape[3] // 2, x.shape[4] // 2
         wave = lambda v: sin_emb(v.flatten(), self.dim, self.dtype).unflatten(0, v.shape)       # noqa: E731
+        if bad := [t.shape for t in times if t.ndim == 2 and t.shape[1] not in (1, frames)]:
+            raise BadInput(f"t of shape {tuple(bad[0])} for {frames} frames; it needs one a clip or frame")
         times = at = [t if t.ndim == 2 else t[:, None] for t in times]                  # (B, F), F = 1 or T
         mask, seen, padding = x.new_zeros(x[:, :1].shape), x, x.new_zeros(x[:, :1].shape)
         given = self.video2world and "condition_mask" in cond
         if given:
-            (clean,) = self.need(cond, condition_frames=x.shape[-1])
-            mask = cond["condition_mask"].expand_as(mask)
+            clean, mask = self.given(cond, x)
             seen = mask * clean + (1 - mask) * x
             whole = mask[:, 0].flatten(2).amin(2) > 0.5                                         # (B, T)
             at = [torch.where(whole, self.condition_t, t) for t in times]
