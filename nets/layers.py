@@ -110,6 +110,15 @@ class Net(nn.Module):
                 raise BadInput(f"{type(self).__name__} needs {key} of width {width} in cond, which {found}")
         return [cond[key] for key in widths]
 
+    def need_frames(self, cond, key, channels, start, x):
+        """cond's latents (B, channels, T, H, W) at the frames of x, of which the first is `start`."""
+        given, end = cond.get(key), start + x.shape[2]
+        want, found = (len(x), channels, end, *x.shape[3:]), () if given is None else tuple(given.shape)
+        if (*found[:2], *found[3:]) != (*want[:2], *want[3:]) or found[2] < end:
+            raise BadInput(f"{type(self).__name__} as built needs {key} {want}, or more frames, in cond, "
+                           f"which has {found or 'none'}")
+        return given[:, :, start:end]
+
     def labels(self, cond, t):
         """Class indices (B,) of cond, -1 (none) as label_dim, which is the null class."""
         label = cond.get("label", torch.full_like(t, -1, dtype=torch.int64))
@@ -141,6 +150,13 @@ def sin_emb(t, n, dtype, scale=1.0):
     f = torch.exp(-math.log(1e4) * torch.arange(n // 2, dtype=t.dtype, device=t.device) / (n // 2))
     angle = scale * (t[:, None] * f)
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(dtype)
+
+
+def per_frame(t, x):
+    """Times (B,) or (B, T) as (B, T), one for each frame of x (B, C, T, H, W)."""
+    if t.ndim == 2 and t.shape[1] != x.shape[2]:
+        raise BadInput(f"t of shape {(*t.shape,)} for {x.shape[2]} frames; one time a clip or a frame is due")
+    return (t if t.ndim == 2 else t[:, None]).expand(-1, x.shape[2])
 
 
 def rope(x, angle):
