@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from common import BadInput, expand, karras
+from common import BadInput, expand, karras, prediction, wide
 from nets.layers import (FeedForward, Linear, MLP2, Net, Zero, angles, attention, flow_euler, grid, modulate,
-                         pack, rope, sin_emb, unipc)
+                         pack, per_frame, rope, sin_emb, unipc)
 
 small, large = dict(depth=28, dim=2048, heads=16), dict(depth=36, dim=5120, heads=40)
 image = dict(x_shape=(16, 1, 96, 170), text_dim=1024, stretch=(1.0, 4.0, 4.0), levels=(0.002, 80.0))
@@ -158,13 +158,26 @@ class Cosmos(Net):
             time = time * (24 / cond["fps"].double())[:, None, None, None]
         return torch.cat([time, *(a.expand(*time.shape[:-1], -1) for a in sides)], dim=-1)
 
-    def given(self, cond, x):
-        """condition_frames, like x (B, C, T, H, W), and condition_mask as (B, 1, T, H, W)."""
-        clean, mask = cond.get("condition_frames", x[:0]), cond["condition_mask"]
-        if clean.shape != x.shape or mask.ndim != 5 or mask.shape[:3] != (len(x), 1, x.shape[2]):
-            raise BadInput(f"Cosmos needs condition_frames of shape {tuple(x.shape)} and condition_mask of "
-                           f"(B, 1, T, H or 1, W or 1), not {tuple(clean.shape)} and {tuple(mask.shape)}")
-        return clean, mask.expand(-1, -1, -1, *x.shape[3:])
+    def mask_of(self, cond, x):
+        """condition_mask as (B, 1, T, H, W); None where nothing is given."""
+        if not self.video2world or "condition_mask" not in cond:
+            return None
+        mask, want = cond["condition_mask"], (len(x), 1, x.shape[2])
+        if mask.shape[:3] != want or mask.ndim != 5:
+            raise BadInput(f"Cosmos needs condition_mask (B, 1, T, H or 1, W or 1) in cond, here {want} and two "
+                           f"more; it has {tuple(mask.shape)}")
+        return mask.expand(-1, -1, -1, *x.shape[3:])
+
+    def forward(self, x_t, t, cond={}, r=None, **kw):
+        """As Net's; given frames come out as x0, exactly, whatever the weights' type."""
+        result, mask = super().forward(x_t, t, cond, r, **kw), self.mask_of(cond, x_t)
+        if mask is None or isinstance(result, dict) and "out" not in result:
+            return result
+        clean, t = self.need_frames(cond, "condition_frames", x_t.shape[1], 0, x_t), per_frame(t, x_t)
+        # x_t - t flow = clean; at t = 0 any flow gives x_t
+        flow = (wide(x_t) - clean) * expand((t > 0) / t.clamp(min=1e-6), x_t)
+        out = mask * flow + (1 - mask) * prediction(result)
+        return dict(result, out=out) if isinstance(result, dict) else out
 
     def run(self, x, times, cond, tap, skip):
         """cond: text (B, L, text_dim), seen whole with its padding; fps (B,) or none; for video2world
@@ -173,13 +186,10 @@ class Cosmos(Net):
         (text,) = self.need(cond, text=self.text_dim)
         frames, rows, columns = x.shape[2], x.shape[3] // 2, x.shape[4] // 2
         wave = lambda v: sin_emb(v.flatten(), self.dim, self.dtype).unflatten(0, v.shape)       # noqa: E731
-        if bad := [t.shape for t in times if t.ndim == 2 and t.shape[1] not in (1, frames)]:
-            raise BadInput(f"t of shape {tuple(bad[0])} for {frames} frames; it needs one a clip or frame")
-        times = at = [t if t.ndim == 2 else t[:, None] for t in times]                  # (B, F), F = 1 or T
-        mask, seen, padding = x.new_zeros(x[:, :1].shape), x, x.new_zeros(x[:, :1].shape)
-        given = self.video2world and "condition_mask" in cond
-        if given:
-            clean, mask = self.given(cond, x)
+        times = at = [per_frame(t, x) if t.ndim == 2 else t[:, None] for t in times]    # (B, F), F = 1 or T
+        mask, seen, zeros = self.mask_of(cond, x), x, torch.zeros_like(x[:, :1])
+        if mask is not None:
+            clean = self.need_frames(cond, "condition_frames", x.shape[1], 0, x)
             seen = mask * clean + (1 - mask) * x
             whole = mask[:, 0].flatten(2).amin(2) > 0.5                                         # (B, T)
             at = [torch.where(whole, self.condition_t, t) for t in times]
@@ -190,8 +200,8 @@ class Cosmos(Net):
         text = self.crossattn_proj(text) if self.text_proj else text
         angle = self.angle(frames, rows, columns, cond, x.device)
 
-        parts = [seen, mask, padding] if self.video2world else [seen, padding]
-        h = self.patch_embed["proj"](pack(torch.cat(parts, dim=1)))
+        parts = [seen, zeros if mask is None else mask] if self.video2world else [seen]
+        h = self.patch_embed["proj"](pack(torch.cat([*parts, zeros], dim=1)))     # zeros: a padding mask
         h = rearrange(h, "b (f s) d -> b f s d", f=e.shape[1])
         for k, block in enumerate(self.transformer_blocks):
             if k not in skip:
@@ -200,9 +210,6 @@ class Cosmos(Net):
                 return None, e_t
         out = self.proj_out(modulate(h, *self.norm_out(e, common))).flatten(1, 2)
         out = rearrange(out, "b (t h w) (p q c) -> b c t (h p) (w q)", t=frames, h=rows, p=2, q=2)
-        if given:                                       # the flow that leads from x at t to the clean frame
-            t = expand(times[0].expand(-1, frames), x).clamp(min=1e-6)
-            out = mask * (x - clean) / t + (1 - mask) * out
         return out, e_t
 
 

@@ -10,7 +10,7 @@ import golden_recipe
 from common import make_net, predict
 from run import refused
 from test_nets import shake
-from test_public_nets import load, near
+from test_public_nets import load, near, renamed
 
 # ---- CogVideoX, Cosmos-Predict2
 TINY = dict(x_shape=(4, 3, 4, 6), depth=2, dim=32, heads=2)
@@ -116,18 +116,18 @@ def test_teachers_of_cogvideox_and_cosmos_sample_as_the_pipelines(spec, steps, g
         got[:, :, :2] += (z - got)[:, :, :2] / 201
     assert near(got, want, 1e-4 * want.abs().max().clamp(min=1)) and not near(got, z, 0.1)
 
-@torch.no_grad()
 def test_cosmos_takes_given_frames_for_the_clean_ones_and_looks_at_nothing_else_of_them():
     net = shake(make_net("cosmos_predict2:2.5_2b", **COSMOS))
     (x, clean, other), t, mask = torch.randn(3, 2, 4, 3, 4, 6), torch.tensor([0.3, 0.9]).double(), FIRST
     cond = dict(text=torch.randn(2, 7, 20), condition_frames=clean, condition_mask=mask)
     x0 = predict(net, x, t, cond)
-    assert near(x0[:, :, 0], clean[:, :, 0])
     assert near(predict(net, torch.where(mask > 0, other, x), t, cond), x0)
     for frames, same in ((torch.where(mask > 0, clean, other), True), (other, False)):
         assert near(predict(net, x, t, dict(cond, condition_frames=frames))[:, :, 1:], x0[:, :, 1:]) == same
-    refused(net, x, t, cond | dict(condition_frames=clean[:, :, :1]), says=["condition_mask", tuple(x.shape)])
-    refused(net, x, t[:, None].expand(2, 2), cond, says=["(2, 2)", "3 frames"])
+    refused(net, x, t, cond | dict(condition_mask=mask[:, :, :2]), says=["condition_mask", "(2, 1, 3)"])
+    assert near(predict(net.bfloat16(), x, t, cond)[:, :, 0], clean[:, :, 0])
+    assert {*renamed(net, "nvidia")} == {f"net.{key}" for key in renamed(net, "fastgen")}
+    assert net.adapt("net.pos_embedder.seq", x) is net.adapt("net.blocks.0._extra_state", x) is None
     refused(make_net, "cosmos_predict2:2.5_2b,dim=40,heads=4", says=["12 channels"])
     net = make_net("cosmos_predict2:t2i_2b", **COSMOS)
     refused(sys.modules[type(net).__module__].teacher_sample, net, None, {}, 1, says=["2"])
