@@ -164,8 +164,8 @@ class Cosmos(Net):
             return None
         mask, want = cond["condition_mask"], (len(x), 1, x.shape[2])
         if mask.shape[:3] != want or mask.ndim != 5:
-            raise BadInput(f"Cosmos needs condition_mask (B, 1, T, H or 1, W or 1) in cond, here {want} and two "
-                           f"more; it has {tuple(mask.shape)}")
+            raise BadInput(f"Cosmos needs condition_mask (B, 1, T, H or 1, W or 1), here beginning with "
+                           f"{want}; cond has {tuple(mask.shape)}")
         return mask.expand(-1, -1, -1, *x.shape[3:])
 
     def forward(self, x_t, t, cond={}, r=None, **kw):
