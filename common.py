@@ -426,6 +426,15 @@ def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2):
     return (x0, states) if at else x0
 
 
+# ---------------------------------------------------------------- video: chunk after chunk
+
+def chunks(frames, chunk):
+    """Sizes of the chunks of a clip, in order: all `chunk` frames long but the first, which also takes the
+    remainder: chunks(8, 3) = [5, 3], chunks(2, 3) = [2]; chunk 0 is one chunk of all frames."""
+    n = max(frames // chunk, 1) if chunk else 1
+    return [frames - chunk * (n - 1)] + [chunk] * (n - 1)
+
+
 # ---------------------------------------------------------------- losses
 
 def loss_weight(weight, schedule, t, pred, sigma_data=0.5):
