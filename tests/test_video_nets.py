@@ -250,7 +250,7 @@ def test_cogvideox_and_cosmos_equal_diffusers_at_other_sizes(spec, shape, monkey
     want = ref(x, t[:, None, :, None, None], text, fps=10, **kw).sample
     assert near(net(x, t.double(), dict(text=text, fps=torch.tensor([10, 10]))), want)
 
-@pytest.mark.parametrize("steps, guidance", [(2, 1.0), (7, 1.0), (5, 4.0)])
+@pytest.mark.parametrize("steps, guidance", [(2, 1.0), (48, 1.0), (7, 4.0)])
 @pytest.mark.parametrize("spec", PUBLIC)
 @torch.no_grad()
 def test_teachers_of_cogvideox_and_cosmos_sample_as_the_pipelines(spec, steps, guidance, monkeypatch):
@@ -271,7 +271,7 @@ def test_teachers_of_cogvideox_and_cosmos_sample_as_the_pipelines(spec, steps, g
     if "2.5" in spec:                                               # the pipeline leaves noise on these
         assert near(got[:, :, :2], Part.latents[:, :, :2], 1e-4)
         got[:, :, :2] += (z - got)[:, :, :2] / 201
-    assert near(got, want, 1e-4 * want.abs().max().clamp(min=1)) and not near(got, z, 0.1)
+    assert near(got, want, 2e-5 * want.abs().max().clamp(min=1)) and not near(got, z, 0.1)
 
 def test_cosmos_takes_given_frames_for_the_clean_ones_and_looks_at_nothing_else_of_them():
     net = shake(make_net("cosmos_predict2:2.5_2b", **COSMOS))
