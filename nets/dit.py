@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from common import BadInput, add_noise, convert, heun, predict, t_like
-from nets.layers import Linear, Net, Zero, attention, modulate, sin_emb
+from common import BadInput, heun
+from nets.layers import Linear, Net, Zero, attention, ddim, modulate, sin_emb
 
 shapes = dict(s=(12, 384, 6), b=(12, 768, 12), l=(24, 1024, 16), xl=(28, 1152, 16))         # depth, D, heads
 dit = dict(x_shape=(4, 32, 32), label_dim=1000, schedule="dit", pred="eps", scale=1000.0, learn_sigma=True)
@@ -154,16 +154,10 @@ class DiT(Net):
 
 
 def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):
-    """x0 by DDIM (Song 2020, arXiv 2010.02502, eta 0) over every (1000 // steps)-th time, as DiT's pipeline
-    in diffusers; of SiT by Heun. noise(0) is the start."""
+    """x0 by DDIM over every (1000 // steps)-th time, as DiT's pipeline in diffusers; of SiT by Heun."""
     if net.schedule != "dit":
         return heun(net, noise, cond, steps, uncond, guidance)
     if not 1 <= steps <= 1000:
         raise BadInput(f"--steps {steps} must be from 1 to 1000, the length of DiT's table")
-    x, each = noise(0), 1000 // steps
-    for k in reversed(range(steps)):
-        t = t_like(k * each / 1000, x)
-        eps = predict(net, x, t, cond, "eps", uncond, guidance)
-        x0 = convert(net.schedule, x, eps, t, "eps", "x0")
-        x = add_noise(net.schedule, x0, eps, t - each / 1000) if k else x0
-    return x
+    each = 1000 // steps
+    return ddim(net, noise, cond, [k * each for k in reversed(range(steps))], each, uncond, guidance)

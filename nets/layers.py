@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import BadInput, predict, t_like
+from common import BadInput, add_noise, convert, predict, t_like
 
 
 class Net(nn.Module):
@@ -161,6 +161,8 @@ def per_frame(t, x):
 
 def rope(x, angle):
     """Rotates neighbouring channels of x (B, heads, S, d) by angle (S, d / 2) in at least float32."""
+    if angle is None:
+        return x
     a, b = x.to(torch.promote_types(torch.float32, x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angle.cos().to(a.dtype), angle.sin().to(a.dtype)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
@@ -204,9 +206,9 @@ def gelu_tanh(x):
 
 
 class Widen(nn.Module):
-    def __init__(self, dim, hidden, act):
+    def __init__(self, dim, hidden, act, bias=True):
         super().__init__()
-        self.proj, self.act = Linear(dim, hidden), act
+        self.proj, self.act = Linear(dim, hidden, bias), act
 
     def forward(self, x):
         return self.act(self.proj(x))
@@ -214,10 +216,11 @@ class Widen(nn.Module):
 
 class FeedForward(nn.Module):
     """dim -> hidden (4 dim) -> out (dim)."""
-    def __init__(self, dim, dropout=0.0, hidden=0, out=0, act=gelu_tanh):
+    def __init__(self, dim, dropout=0.0, hidden=0, out=0, act=gelu_tanh, bias=True):
         super().__init__()
         hidden = hidden or 4 * dim
-        self.net = nn.Sequential(Widen(dim, hidden, act), nn.Dropout(dropout), Linear(hidden, out or dim))
+        self.net = nn.Sequential(Widen(dim, hidden, act, bias), nn.Dropout(dropout),
+                                 Linear(hidden, out or dim, bias))
 
     def forward(self, x):
         return self.net(x)
@@ -287,10 +290,10 @@ def grid(*axes):
 
 
 def pack(x):
-    """(B, C, H, W) -> tokens (B, H / 2 x W / 2, 4 C) of 2 x 2 pixels, channels slowest."""
-    if x.shape[2] % 2 or x.shape[3] % 2:
-        raise BadInput(f"height and width must be even, not {tuple(x.shape[2:])}: a token is 2 x 2 latents")
-    return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
+    """(B, C, [T,] H, W) -> tokens (B, [T x] H / 2 x W / 2, 4 C) of 2 x 2 pixels, channels slowest."""
+    if x.shape[-2] % 2 or x.shape[-1] % 2:
+        raise BadInput(f"height and width must be even, not {tuple(x.shape[-2:])}: a token is 2 x 2 latents")
+    return rearrange(x, "b c ... (h p) (w q) -> b (... h w) (c p q)", p=2, q=2)
 
 
 def unpack(tokens, rows):
@@ -298,7 +301,19 @@ def unpack(tokens, rows):
     return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=rows, p=2, q=2)
 
 
-# ---- the samplers of the flow models
+# ---- samplers
+
+def ddim(net, noise, cond, ks, each, uncond=None, guidance=1.0):
+    """x0 from noise(0) by DDIM (Song 2020, arXiv 2010.02502, eta 0) at times ks / 1000 of a table. As in
+    diffusers every step goes down by `each`, also where the next of ks is not there; below 0 is x0."""
+    x = noise(0)
+    for k in ks:
+        t = t_like(k / 1000, x)
+        pred = predict(net, x, t, cond, net.pred, uncond, guidance)
+        x0, eps = (convert(net.schedule, x, pred, t, net.pred, kind) for kind in ("x0", "eps"))
+        x = add_noise(net.schedule, x0, eps, t - each / 1000) if k >= each else x0
+    return x
+
 
 def dynamic_mu(tokens, low, high):
     """The line through low and high, each (tokens, mu): larger images get more of their steps near noise."""
@@ -330,12 +345,13 @@ def flow_euler(net, noise, cond, ts, uncond=None, guidance=1.0, rescale=None):
     return x
 
 
-def unipc(net, noise, cond, shift, steps, uncond=None, guidance=1.0):
+def unipc(net, noise, cond, shift, steps, uncond=None, guidance=1.0, times=()):
     """x0 from noise(0) by UniPC (Zhao 2023, arXiv 2302.04867) of order 2 on x0, B(h) = e^-h - 1, as pipelines
     with diffusers' UniPCMultistepScheduler on flow sigmas: each call corrects the step that led to it, then
-    predicts the next. As there the net sees 1000 t cut to an integer; guidance acts as in flow_euler."""
+    predicts the next. As there the net sees 1000 t cut to an integer; guidance acts as in flow_euler.
+    times: in the place of shift and steps, and seen as they are."""
     even = [1 - 0.999 * k / steps for k in range(steps)]
-    shifted = [min(shift * s / (1 + (shift - 1) * s), 1 - 1e-6) for s in even]
+    shifted = list(times) or [min(shift * s / (1 + (shift - 1) * s), 1 - 1e-6) for s in even]
     ts = torch.tensor(shifted, dtype=torch.float32, device="cpu").tolist()     # 1 - ts[0] is 1.013e-6 there
     lam = [math.log((1 - t) / t) for t in ts]
     guided = (uncond, guidance) if uncond and guidance > 1 else ()
@@ -359,7 +375,7 @@ def unipc(net, noise, cond, shift, steps, uncond=None, guidance=1.0):
 
     x, x0s = noise(0), []
     for k, t in enumerate(ts):
-        seen = t_like(int(1000 * shifted[k]) / 1000, x)
+        seen = t_like(t if times else int(1000 * shifted[k]) / 1000, x)
         x0 = x - t * predict(net, x, seen, cond, "flow", *guided)
         if k:
             x = step(start, k, *x0s[:-3:-1], new=x0)                                            # noqa: F821

@@ -31,6 +31,8 @@ SD = dict(x_shape=(4, 8, 8), width=16, mult=(1, 2, 2), text_dim=12, heads=(2, 4,
 SDXL = SD | dict(depths=(0, 1, 2), pooled_dim=6, id_dim=4)
 QWEN = dict(x_shape=(4, 6, 10), depth=2, dim=32, heads=2, axes=(4, 6, 6), text_dim=6)
 FLUX = QWEN | dict(single_depth=2, pooled_dim=5)
+COGVIDEOX = dict(x_shape=(4, 4, 4, 6), depth=2, dim=32, heads=2, time_dim=12, text_dim=6)
+COSMOS = dict(x_shape=(4, 4, 4, 6), depth=2, dim=32, heads=2, rank=8, text_dim=6)
 WAN = dict(x_shape=(4, 4, 4, 6), depth=2, dim=24, heads=2, hidden=32, text_dim=6, freq=16)
 CASES = dict(
     wan=Case("wan:t2v_1_3b", WAN, "r logvar skip", dict(text=(5, 6))),
@@ -46,6 +48,11 @@ CASES = dict(
     sit=Case("dit:sit_s2", DIT | dict(r_kind="diff"), "label r logvar"),
     flux=Case("flux:dev", FLUX, "r logvar", dict(text=(5, 6), pooled=(5,), guidance=())),
     qwen=Case("qwen_image:base", QWEN, "r logvar", dict(text=(5, 6), text_mask=(5,))),
+    cogvideox=Case("cogvideox:2b", COGVIDEOX, "r logvar skip", dict(text=(5, 6))),
+    cogvideox_rope=Case("cogvideox:5b", COGVIDEOX, "r logvar skip", dict(text=(5, 6))),
+    cosmos2=Case("cosmos_predict2:t2i_2b", COSMOS, "r logvar skip", dict(text=(5, 6), fps=())),
+    cosmos25=Case("cosmos_predict2:2.5_2b", COSMOS | dict(text_proj=5), "r logvar skip",
+                  dict(text=(5, 6), condition_frames=(4, 4, 4, 6), condition_mask=(1, 4, 1, 1))),
     edm2=Case("edm2:imagenet64_s", EDM2, "label r logvar"),
     toy=Case("toy:tiny", dict(label_dim=4), "label r logvar skip"),
     toy_rf=Case("toy:tiny,schedule=rf,pred=flow", dict(label_dim=4, text_dim=3), "label r logvar skip",

@@ -242,6 +242,9 @@ def test_sd_teacher_samples_as_the_public_pipeline(size, pred, steps, guidance):
     assert near(sd.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance), want, 1e-4)
 @pytest.mark.parametrize("name, spec", [
     ("flux", "flux:dev"), ("qwen", "qwen_image:base"), ("sd15", "sd:sd15"), ("sdxl", "sd:sdxl"),
+    ("cog2b", "cogvideox:2b"), ("cog5b", "cogvideox:5b"), ("cosmos2-2b-t2i", "cosmos_predict2:t2i_2b"),
+    ("cosmos2-14b-v2w", "cosmos_predict2:v2w_14b"), ("cosmos25-2b", "cosmos_predict2:2.5_2b"),
+    ("cosmos25-14b", "cosmos_predict2:2.5_14b"),
     ("wan1.3b", "wan:t2v_1_3b"), ("wan14b", "wan:t2v_14b"), ("wan5b", "wan:ti2v_5b"),
     ("wani2v14b", "wan:i2v_14b"), ("vace1.3b", "wan:vace_1_3b"), ("vace14b", "wan:vace_14b")])
 def test_full_sizes_have_the_public_keys(name, spec):

@@ -1,0 +1,164 @@
+"""CogVideoX 2B and 5B, version 1.0 (Yang 2024, arXiv 2408.06072): text to video on 16-channel latents.
+
+State-dict keys are those of the diffusers folders (CogVideoXTransformer3DModel), which load as they are. The
+net predicts v at 1000 t. Text and video go through every block in one attention, with one set of weights but
+shifts, scales and gates of their own. 2B knows places from a fixed table added to the tokens, 5B from RoPE.
+The reference has videos as (B, T, C, H, W); here they are (B, C, T, H, W) as everywhere. Additions: a second
+time r, a log-variance head on the embedding of t, taps: the video tokens after each block, as pixels.
+"""
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import nn
+
+from common import BadInput
+from nets.layers import (FeedForward, Linear, MLP2, Net, SelfAttention, Zero, angles, ddim, grid, pack,
+                         sin_emb)
+
+base = dict(x_shape=(16, 13, 60, 90), time_dim=512, text_dim=4096)
+sizes = {"2b": base | dict(depth=30, dim=1920, heads=30, schedule="cogvideox2b"),
+         "5b": base | dict(depth=42, dim=3072, heads=48, schedule="cogvideox", rotary=True)}
+
+
+def make(size, /, label_dim=0, **options):
+    """Net of a named size; options (those of `CogVideoX`) override its entry. It has no class labels."""
+    return CogVideoX(**sizes[size] | {k: v for k, v in options.items() if v is not None})
+
+
+class Patches(nn.Module):
+    """Tokens of a video, 2 x 2 pixels of a frame each, and of a text."""
+    def __init__(self, channels, text_dim, dim):
+        super().__init__()
+        self.proj, self.text_proj = nn.Conv2d(channels, dim, 2, stride=2), Linear(text_dim, dim)
+
+    def forward(self, x, text):
+        return F.linear(pack(x), self.proj.weight.flatten(1), self.proj.bias), self.text_proj(text)
+
+
+class Norm(nn.Module):
+    """LayerNorm with parameters, and n chunks (B, D) of a linear map of silu(e), e (B, time_dim)."""
+    def __init__(self, time_dim, dim, n):
+        super().__init__()
+        self.n, self.linear, self.norm = n, Zero(time_dim, n * dim), nn.LayerNorm(dim, eps=1e-5)
+
+    def chunks(self, e):
+        return self.linear(F.silu(e)).chunk(self.n, dim=1)
+
+    def forward(self, x, shift, scale):
+        return self.norm(x) * (1 + scale[:, None]) + shift[:, None]
+
+
+class Attention(SelfAttention):
+    """Queries and keys with LayerNorm per head, a map of the output."""
+    def __init__(self, dim, heads):
+        super().__init__(dim, heads)
+        self.norm_q, self.norm_k = (nn.LayerNorm(dim // heads, eps=1e-6) for _ in range(2))
+        self.to_out = nn.ModuleList([Linear(dim, dim)])
+
+    def forward(self, x, angle):
+        return self.to_out[0](super().forward(x, angle))
+
+
+class Block(nn.Module):
+    """Video x (B, S, D), text (B, L, D), e (B, time_dim), angle (L + S, d / 2) or None -> both streams."""
+    def __init__(self, dim, heads, time_dim, dropout):
+        super().__init__()
+        self.norm1, self.norm2 = Norm(time_dim, dim, 6), Norm(time_dim, dim, 6)
+        self.attn1, self.ff = Attention(dim, heads), FeedForward(dim, dropout)
+
+    def forward(self, x, text, e, angle):
+        for norm, layer in ((self.norm1, lambda h: self.attn1(h, angle)), (self.norm2, self.ff)):
+            shift, scale, gate, text_shift, text_scale, text_gate = norm.chunks(e)
+            h = layer(torch.cat([norm(text, text_shift, text_scale), norm(x, shift, scale)], dim=1))
+            y_text, y = h.split([text.shape[1], x.shape[1]], dim=1)
+            x, text = x + gate[:, None] * y, text + text_gate[:, None] * y_text
+        return x, text
+
+
+class CogVideoX(Net):
+    """time_dim: width of the embedded time; rotary: places by RoPE (5B), not by a table (2B)."""
+    pred, takes = "v", ("skip",)
+
+    def __init__(self, x_shape, depth, dim, heads, time_dim, text_dim, schedule="cogvideox", rotary=False,
+                 r=False, logvar=False, dropout=0.0):
+        super().__init__()
+        if dim % 16 or dim % (16 * heads) and rotary or dim % heads:
+            raise BadInput(f"cogvideox: dim {dim} must be a multiple of heads {heads}, and of 16, which with "
+                           "RoPE each head must be")
+        self.x_shape, self.schedule, self.rotary = tuple(x_shape), schedule, rotary
+        self.text_dim, self.dim, self.heads = text_dim, dim, heads
+        channels, frames, rows, columns = x_shape
+        self.blocks = [f"transformer_blocks.{i}" for i in range(depth)]
+        self.taps_at = [(dim // 4, frames, rows, columns)] * depth
+
+        self.patch_embed = Patches(channels, text_dim, dim)
+        self.time_embedding = MLP2(dim, time_dim)
+        if r:
+            self.r_embedder = MLP2(dim, time_dim, Zero)
+        if logvar:
+            self.logvar_linear = Zero(time_dim, 1)
+        self.transformer_blocks = nn.ModuleList(Block(dim, heads, time_dim, dropout) for _ in range(depth))
+        self.norm_final, self.norm_out = nn.LayerNorm(dim, eps=1e-5), Norm(time_dim, dim, 2)
+        self.proj_out = Zero(dim, 4 * channels)
+
+    @property
+    def dtype(self):
+        return self.proj_out.weight.dtype
+
+    def table(self, frames, rows, columns, device):
+        """What 2B adds to its tokens (T x h x w, D): [sin, cos] of time, then column, then row; the last two
+        in units of 1.875 tokens."""
+        count = lambda n, unit=1.0: torch.arange(n, dtype=torch.float64, device=device) / unit  # noqa: E731
+        t, row, column = grid(count(frames), count(rows, 1.875), count(columns, 1.875))
+        n = self.dim // 8
+        parts = [angles([p], [axis]) for p, axis in ((t, 2 * n), (column, 3 * n), (row, 3 * n))]
+        return torch.cat([half for a in parts for half in (a.sin(), a.cos())], dim=1).to(self.dtype)
+
+    def angle(self, frames, rows, columns, device):
+        """5B's RoPE angles (T x h x w, d / 2). Rows and columns of another shape than x_shape's are spread
+        over the largest middle part of its grid that has their proportions."""
+        sides, (base_rows, base_columns) = [], (n // 2 for n in self.x_shape[2:])
+        if rows / columns > base_rows / base_columns:
+            spans = base_rows, round(base_rows / rows * columns)
+        else:
+            spans = round(base_columns / columns * rows), base_columns
+        for n, whole, span in zip((rows, columns), (base_rows, base_columns), spans):
+            first = round((whole - span) / 2)
+            last = (first + span) * (n - 1) / n         # not first + ...: as the reference has it
+            sides.append(torch.linspace(first, last, n, dtype=torch.float64, device=device))
+        n = self.dim // self.heads // 8
+        return angles(grid(torch.arange(frames, device=device).double(), *sides), (2 * n, 3 * n, 3 * n))
+
+    def run(self, x, times, cond, tap, skip):
+        """cond: text (B, L, text_dim), seen whole with its padding. Any T, even H, W."""
+        (text,) = self.need(cond, text=self.text_dim)
+        size, angle = (x.shape[2], x.shape[3] // 2, x.shape[4] // 2, x.device), None
+        video = lambda h: rearrange(h, "b (t h w) (c p q) -> b c t (h p) (w q)",                # noqa: E731
+                                    t=size[0], h=size[1], p=2, q=2)
+        wave = lambda v: sin_emb(1000 * v, self.dim, self.dtype)                                # noqa: E731
+        e = e_t = self.time_embedding(wave(times[0]))                                   # (B, time_dim)
+        if len(times) > 1:
+            e = e + self.r_embedder(wave(times[1]))
+
+        x, text = self.patch_embed(x, text)
+        if self.rotary:                                 # text stands at 0, where nothing turns
+            angle = F.pad(self.angle(*size), (0, 0, text.shape[1], 0))
+        else:
+            x = x + self.table(*size)
+        for k, block in enumerate(self.transformer_blocks):
+            if k not in skip:
+                x, text = block(x, text, e, angle)
+            if tap(k, video(x)):
+                return None, e_t
+        return video(self.proj_out(self.norm_out(self.norm_final(x), *self.norm_out.chunks(e)))), e_t
+
+
+def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):
+    """As CogVideoXPipeline with the scheduler that the released folders name, CogVideoXDDIMScheduler: times
+    999, ... in equal steps, counted from the noisy end."""
+    if not 1 <= steps <= 1000:
+        raise BadInput(f"--steps {steps} must be from 1 to 1000, the length of CogVideoX's table")
+    # numpy, for its halves: at 48 steps they round otherwise without it; at 61 diffusers has a step too many
+    ks = np.round(np.arange(1000, 0, -1000 / steps))[:steps] - 1
+    return ddim(net, noise, cond, ks.astype(int).tolist(), 1000 // steps, uncond, guidance)
