@@ -133,8 +133,8 @@ def latent_kind(images, cfg):
     if images.shape[0] != 2 * c:
         return "latent"
     if (images.get(0)[0][c:] < 0).any():
-        raise BadInput(f"{images.path}: the last {c} channels of {images.names[0]} go below 0, which standard "
-                       "deviations cannot; store exp(logvar / 2) of a log-variance")
+        raise BadInput(f"{images.path}: standard deviations, the last {c} channels of {images.names[0]}, are "
+                       "below 0; store exp(logvar / 2) of a log-variance")
     return "moments"
 
 

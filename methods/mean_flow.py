@@ -99,7 +99,7 @@ def build(cfg):
     common.number("--tangent_warmup", cfg["tangent_warmup"], 0)
     for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
         levels(cfg, steps)
-    common.check_jvp(cfg["jvp"], cfg["parallel"])
+    common.check_jvp(cfg["jvp"], cfg["parallel"], cfg["amp"])
     return nets
 
 
