@@ -143,8 +143,8 @@ def step(nets, batch, it, cfg):
     e = error.mean(1) if cfg["loss_rms"] else error.sum(1)                                  # (B,)
     size = e.detach() if cfg["loss"] == "l2" else e.detach().sqrt()
     loss = (e / (size + cfg["loss_c"]) ** cfg["loss_p"]).mean()
-    parts = dict(mf=error[:n], fm=error[n:])
-    return loss, {k: part.mean() for k, part in parts.items() if len(part)}
+    parts = dict(mse=error[:n], fm=error[n:])
+    return loss, dict(mf=loss) | {k: part.mean() for k, part in parts.items() if len(part)}
 
 
 def mean_velocity(net, cond, part):

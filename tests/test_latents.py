@@ -94,7 +94,7 @@ def test_a_folder_of_images_by_classes_becomes_latents_by_classes(tmp_path):
 FLOW = NET + ",reverse=false,learn_sigma=false,r_kind=diff"     # MeanFlow's DiT
 
 @pytest.mark.parametrize("name, preset, net, keys", [
-    ("mean_flow", "imagenet256_b", FLOW, ("mf", "fm")), ("sft", "sit_xl", NET, ("dsm",)),
+    ("mean_flow", "imagenet256_b", FLOW, ("mse", "fm")), ("sft", "sit_xl", NET, ("dsm",)),
     ("sft", "dit_xl", NET.replace("sit", "dit"), ("dsm",))])
 def test_the_presets_of_dit_and_sit_lower_their_loss_on_stored_latents(tmp_path, name, preset, net, keys):
     """By the mean of the last 40 iterations of 120 below 0.6 of that of the first 20; in bf16."""

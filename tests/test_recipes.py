@@ -1,5 +1,7 @@
 """Every preset: nets at full size, a step of each phase with tiny ones; tools/presets.py lists them."""
+import importlib
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -23,11 +25,13 @@ ALL = presets.names()
 
 def shrunk(method, cfg):
     """(config, nets, a batch of 4 as encode gives it) of a preset whose net is made tiny."""
-    family, size = cfg["net"].partition(",")[0].split(":")
-    tiny = TINY[family] | TINY.get(size, {})
-    cfg = cfg | dict(net=",".join([cfg["net"], *(f"{k}={v}" for k, v in tiny.items())]))
+    head, *options = cfg["net"].split(",", 1)
+    family, size = head.split(":")
+    sizes = importlib.import_module(f"nets.{family}").sizes
+    cfg = cfg | dict(net=",".join([head, *(o for o in options if "x_shape" not in o)]))
     common.seed_default(0)
-    nets = method.build(cfg)
+    with mock.patch.dict(sizes, {size: sizes[size] | TINY[family] | TINY.get(size, {})}):
+        nets = method.build(cfg)
     for p in (p for net in nets.values() for p in net.parameters()):    # none that starts at 0 hides another
         p.data.add_(0.05 * torch.randn_like(p))
     return cfg, nets, random_batch(nets["student"], cfg)
