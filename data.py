@@ -12,7 +12,7 @@
 Latents of a VAE: .npy files (C, H, W) in the place of images in a folder or zip, as EDM2's dataset_tool
 writes them (00000/img-mean-std-00000000.npy, 8 x 32 x 32), or latent | latents | moments (N, C, H, W) of an
 npz. With as many channels as the net takes they are ready, with twice as many they are moments: mean and
-standard deviation. The net sees either times --data_scale: 0.18215 for Stable Diffusion's VAE.
+standard deviation. The net sees them times --data_scale, 0.18215 for Stable Diffusion's VAE; tars as given.
 
 dataset.json is {"labels": [["00000/img00000000.png", 3], ...]}, or null in place of the list. All images of
 a set have one size. The first file (in sorted order) sets the channels: grey (also 16-bit) makes a
@@ -91,7 +91,8 @@ def load(cfg, split="train"):
     shape = encoders.shapes(cfg) if cfg.get("encoders") else None
     images = Images(path, names, lambda name: cut(get(name), shape), label, classes, split)
     if images.shape[0] not in (1, 3):
-        images.kind = latent_kind(images, cfg)
+        images.kind, scale = latent_kind(images, cfg), np.float32(cfg["data_scale"])
+        images.read = lambda name: scale * get(name)
     if path.is_dir() and any((path / name).with_suffix(".txt").exists() for name in names):
         images.texts = lambda ids: dict(caption=[caption(path / names[i]) for i in ids])
     return images

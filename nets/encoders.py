@@ -27,7 +27,7 @@ def encode(raw, cfg, device):
     uint8 v -> v / 127.5 - 1 (as EDM). Augmentations that the loader drew are applied here (x0 may then leave
     [-1, 1]) and both conditions carry their labels, augment (B, augment.dim(cfg)). Pairs come with the states
     x_t on the teacher's way to x0, path (B, P, C, H, W), at the times path_t (P,); path[:, 0] is sigma z.
-    Stored are latent (B, C, H, W) or moments (B, 2 C, H, W), mean and std, both over data_scale; x0 is mean +
+    Stored are latent (B, C, H, W) or moments (B, 2 C, H, W), mean and std as the net sees them; x0 is mean +
     std eps, eps of the default generator, and the mean where gradients are off (validation).
     """
     put = lambda v: v.to(device, non_blocking=True)                                              # noqa: E731
@@ -36,9 +36,7 @@ def encode(raw, cfg, device):
     if "augment" in raw:
         x0, labels = augment.apply(x0, raw["augment"], augment.chosen(cfg))
         cond["augment"] = uncond["augment"] = labels
-    if kind != "image":
-        x0 = x0 * cfg.get("data_scale", 1.0)
-    elif cfg.get("encoders"):
+    if kind == "image" and cfg.get("encoders"):
         kind, x0 = "moments", moments(x0, cfg, device)
     if kind == "moments":
         mean, std = x0.chunk(2, dim=1)

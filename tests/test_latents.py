@@ -83,7 +83,7 @@ def test_a_folder_of_images_by_classes_becomes_latents_by_classes(tmp_path):
     encode.main([f"--net={NET}", f"--data={tmp_path}/images", f"--encoders={tmp_path}/vae", "--shard=2",
                  f"--out={tmp_path}/set", "--encoder_dtype=", "--dtype=float32", "--device=cpu",
                  "--offline=1"])
-    found = data.load(settings(tmp_path / "set", data_scale=1.0))
+    found = data.load(settings(tmp_path / "set"))        # its tars are in the net's space: no data_scale
     assert (found.kind, found.classes, found.label.tolist()) == ("moments", 3, [0, 0, 1, 2, 2])
     with torch.no_grad():
         given = vae.encode(torch.tensor(pixels).permute(0, 3, 1, 2) / 127.5 - 1).latent_dist
