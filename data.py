@@ -9,6 +9,11 @@
     data = "some/pairs"    what tools/make_pairs.py wrote, or its URL; the last twentieth is held out
     data = "{000..010}.tar"    WebDataset tars, or a folder of them (class Tars below)
 
+Latents of a VAE: .npy files (C, H, W) in the place of images in a folder or zip, as EDM2's dataset_tool
+writes them (00000/img-mean-std-00000000.npy, 8 x 32 x 32), or latent | latents | moments (N, C, H, W) of an
+npz. With as many channels as the net takes they are ready, with twice as many they are moments: mean and
+standard deviation. The net sees them times --data_scale, 0.18215 for Stable Diffusion's VAE; tars as given.
+
 dataset.json is {"labels": [["00000/img00000000.png", 3], ...]}, or null in place of the list. All images of
 a set have one size. The first file (in sorted order) sets the channels: grey (also 16-bit) makes a
 1-channel set in which a colour file is an error, anything else makes an RGB set. Transparent pixels are
@@ -42,7 +47,7 @@ from common import BadInput, alpha_sigma, known
 from nets import encoders
 
 root = Path(__file__).resolve().parent
-suffixes = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+suffixes = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".npy")
 
 
 @contextmanager
@@ -85,6 +90,9 @@ def load(cfg, split="train"):
         names, get, label = read(path)
     shape = encoders.shapes(cfg) if cfg.get("encoders") else None
     images = Images(path, names, lambda name: cut(get(name), shape), label, classes, split)
+    if images.shape[0] not in (1, 3):
+        images.kind, scale = latent_kind(images, cfg), np.float32(cfg["data_scale"])
+        images.read = lambda name: scale * get(name)
     if path.is_dir() and any((path / name).with_suffix(".txt").exists() for name in names):
         images.texts = lambda ids: dict(caption=[caption(path / names[i]) for i in ids])
     return images
@@ -112,11 +120,28 @@ class Images:
             image = self.read(name)
         self.shape = self.shape or image.shape
         (c, h, w), (c0, h0, w0) = image.shape, self.shape
-        if (h, w) != (h0, w0) or c > c0:
+        if (h, w) != (h0, w0) or c not in (1, c0):
             raise BadInput(f"{self.path}: {name} is {w}x{h} with {c} channels, but the first image, "
                            f"{self.names[0]}, is {w0}x{h0} with {c0}; a set has one size, no colours if "
                            "the first is grey: convert one of them")
         return image if c == c0 else np.broadcast_to(image, self.shape), int(self.label[index])
+
+
+def latent_kind(images, cfg):
+    """latent or moments, by the channels that the net takes."""
+    unmoved(images.path, "latents", cfg)
+    c = encoders.shapes(cfg | dict(encoders=""))[0]
+    if images.shape[0] != 2 * c:
+        return "latent"
+    if (images.get(0)[0][c:] < 0).any():
+        raise BadInput(f"{images.path}: standard deviations, the last {c} channels of {images.names[0]}, are "
+                       "below 0; store exp(logvar / 2) of a log-variance")
+    return "moments"
+
+
+def unmoved(path, what, cfg):
+    if cfg.get("xflip") or cfg.get("augment"):
+        raise BadInput(f"{path} holds {what}, which cannot be moved; leave out --xflip and --augment")
 
 
 def check_labels(label, names, classes, path):
@@ -193,7 +218,16 @@ def image_files(path, every, content):
             raise BadInput(f"{path}: {apart[0]} is among the images or in dataset.json, but not in both, as "
                            f"{len(apart)} names; label all or none, by paths relative to dataset.json with /")
         label = [table[name] for name in names] if table else None
-    return names, lambda name: decode(content(name)), label
+
+    def read(name):
+        found = value(name, content(name))
+        if isinstance(found, np.ndarray):
+            return found
+        if found.dim() != 3 or not found.is_floating_point():
+            raise BadInput(f"{path}: {name} is {found.dtype} of shape {tuple(found.shape)}; latents are "
+                           "floats (C, H, W)")
+        return found.float().numpy()
+    return names, read, label
 
 
 def decode(content):
@@ -214,9 +248,12 @@ def npz(path):
     with np.load(path) as file:
         image = next((file[k] for k in ("image", "images", "x", "arr_0") if k in file), None)
         label = next((file[k] for k in ("label", "labels", "y") if k in file), None)
+        latent = next((file[k] for k in ("latent", "latents", "moments") if k in file), None)
         keys = ", ".join(file)
+    if latent is not None:
+        return range(len(latent)), latent.astype(np.float32).__getitem__, label
     if image is None:
-        raise BadInput(f"{path} has the arrays {keys}, none of them image, images, x or arr_0")
+        raise BadInput(f"{path} has the arrays {keys}, none of them image, images, x, arr_0 or latents")
     if image.ndim == 3:
         image = image[:, None]  # (N, 1, H, W)
     first, last = [image.ndim == 4 and image.shape[d] in (1, 3) for d in (1, 3)]
@@ -242,8 +279,7 @@ class Pairs(Images):
         self.meta, classes = pairs_meta(path), cfg.get("classes", -1)
         if not self.meta:
             raise BadInput(f"{path} has no meta.json of tools/make_pairs.py, so no pairs")
-        if cfg.get("xflip") or cfg.get("augment"):
-            raise BadInput(f"{path} holds pairs, which --xflip and --augment would part; leave those out")
+        unmoved(path, "pairs", cfg)
         n, t, label = (self.meta[key] for key in ("pairs", "path_t", "labels"))
         self.shards = [pairs_shard(path, self.meta, k) for k in range(-(-n // self.meta["shard"]))]
         std, sigma = self.shards[0][:256, 0].std(), float(alpha_sigma(self.meta["schedule"], t[0])[1])
@@ -313,10 +349,10 @@ def value(name, content):
     import safetensors.torch
     end = name.lower().rpartition(".")[2]
     own = dict.fromkeys((suffix[1:] for suffix in suffixes), decode) | dict(
-        safetensors=safetensors.torch.load, pth=lambda b: torch.load(io.BytesIO(b), "cpu", weights_only=True))
-    known(f"{name}: file type", end, [*own, "npy", "txt", "cls", "json"])
-    found = own[end](content) if end in own else webdataset().autodecode.basichandlers(name, content)
-    return torch.from_numpy(found) if end == "npy" else found
+        safetensors=safetensors.torch.load, npy=lambda b: torch.from_numpy(np.load(io.BytesIO(b))),
+        pth=lambda b: torch.load(io.BytesIO(b), "cpu", weights_only=True))
+    known(f"{name}: file type", end, [*own, "txt", "cls", "json"])
+    return own[end](content) if end in own else webdataset().autodecode.basichandlers(name, content)
 
 
 class Tars(Images):
@@ -356,8 +392,8 @@ class Tars(Images):
         self.kinds, self.about = kinds, dict(kinds=list(kinds))
         self.kind = next((k for k in ("latent", "moments") if k in kinds), "image")
         self.size = encoders.shapes(cfg) if self.kind == "image" and cfg.get("net") else None
-        if self.kind != "image" and (cfg.get("xflip") or cfg.get("augment")):
-            raise BadInput(f"{folder} holds latents; leave out --xflip and --augment")
+        if self.kind != "image":
+            unmoved(folder, "latents", cfg)
         file = Path(cfg.get("data_uncond") or folder / "uncond.safetensors")
         with reading(file):
             blank = value(file.name, file.read_bytes()) if cfg.get("data_uncond") or file.exists() else {}

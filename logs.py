@@ -217,17 +217,23 @@ def describe(cfg, nets, trainable, opts, names, plan, world, start, changed):
 
 def plan(cfg, changed, nets, trainable, world, folder):
     """What --dry_run prints: config, parameters, batch arithmetic, memory of weights, gradients, moments."""
-    total = sum(p.numel() for net in nets.values() for p in net.parameters())
-    train = sum(p.numel() for net in nets.values() for p in net.parameters() if p.requires_grad)
-    averaged = len(cfg["ema"]) * sum(p.numel() for p in nets["student"].parameters())
-    shares = (cfg["shard_size"] or world) if cfg["parallel"] == "fsdp" else 1
     return "\n".join([
         *config_lines(cfg, changed), *net_lines(nets, trainable),
         f"{batch_text(cfg, world)}; {cfg['max_iter']} iterations = "
         f"{cfg['max_iter'] * cfg['batch_size']:,} samples",
-        f"memory per rank in float32: {4 * (total + 3 * train + averaged) / 2 ** 30 / shares:.2f} GB for "
+        f"memory per rank in float32: {sum(state_gb(cfg, nets, world).values()):.2f} GB for "
         f"weights, gradients, two moments and {len(cfg['ema'])} EMA; activations come on top",
         f"output {folder}"])
+
+
+def state_gb(cfg, nets, world):
+    """{what: GB of it per rank in float32}."""
+    every = [p for net in nets.values() for p in net.parameters()]
+    train = [p for p in every if p.requires_grad]
+    sizes = dict(weights=every, gradients=train, moments=2 * train,
+                 ema=len(cfg["ema"]) * [*nets["student"].parameters()])
+    shares = (cfg["shard_size"] or world) if cfg["parallel"] == "fsdp" else 1
+    return {k: 4 * sum(p.numel() for p in part) / 2 ** 30 / shares for k, part in sizes.items()}
 
 
 def ending(cfg, plan, done, last):

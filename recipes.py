@@ -35,7 +35,8 @@ edm2_s = rare | dict(net="edm2:imagenet64_s", data="imagenet-64x64-edmv2.zip", t
 edm2_xl = edm2_s | dict(net="edm2:imagenet64_xl", teacher="edm2-img64-xl-fid.pth")
 edm2_s_drop = edm2_s | dict(net="edm2:imagenet64_s,dropout_res=16", dropout=0.4)
 edm2_xl_drop = edm2_xl | dict(net="edm2:imagenet64_xl,dropout_res=16", dropout=0.5)
-dit_xl = dict(net="dit:dit_xl2", data="imagenet-256-sd.zip", teacher="DiT-XL-2-256x256.pt", amp="bf16")
+dit_xl = dict(net="dit:dit_xl2", data="imagenet-256-sd.zip", data_scale=0.18215,
+              teacher="DiT-XL-2-256x256.pt", amp="bf16")
 sit_xl = dit_xl | dict(net="dit:sit_xl2", teacher="SiT-XL-2-256x256.pt")
 sd15 = rare | hub("stable-diffusion-v1-5/stable-diffusion-v1-5") | dict(
     net="sd:sd15", data="captioned-512", amp="bf16")
@@ -54,10 +55,10 @@ sft_edm2 = sft | dict(lr=1e-4, betas=(0.9, 0.99), amp="fp16", t_mean=-0.8, t_std
 sft_dit = constant | dict(
     optimizer="adamw", lr=1e-5, batch_size=256, max_iter=400000, dropout=0.0, t_dist="uniform", guidance=4.0,
     steps=25, ema=constant_emas[:2], save_every=10000, val_every=10000, sample_every=10000, log_every=1000)
-# FastGen never drops the text, but samples with guidance. 25 steps of Heun's method for its 50
+# FastGen never drops the text, but samples with guidance
 sft_text = constant | dict(
     optimizer="adamw", weight_decay=0.01, lr=1e-5, batch_size=256, max_iter=100000, dropout=0.0,
-    t_dist="uniform", steps=25, ema=())
+    t_dist="uniform", steps=50, ema=())
 
 # ---- methods: consistency
 ect = dict(optimizer="adam", warmup=0, clip=0.0, tf32=False, t_mean=-0.8, t_std=1.6, q=4.0, ratio_cap=0.9961,
@@ -98,8 +99,9 @@ presets = {
     ("sft", "edm2_s"): edm2_s | sft_edm2 | dict(batch_size=1024, dropout=0.0),
     ("sft", "edm2_xl"): edm2_xl | sft_edm2 | dict(batch_size=512, dropout=0.1),
     # FastGen DiT/config_sft_dit_xl, config_sft_sit_xl; for DiT with the paper's betas of noise (FastGen's are
-    # Stable Diffusion's) and uniform t. The half of DiT's output that is a variance gets no gradient
-    ("sft", "dit_xl"): dit_xl | sft_dit,
+    # Stable Diffusion's) and uniform t. The half of DiT's output that is a variance gets no gradient. Samples
+    # take FastGen's 50 steps of DDIM, SiT's 25 of Heun's method, as many calls
+    ("sft", "dit_xl"): dit_xl | sft_dit | dict(steps=50),
     ("sft", "sit_xl"): sit_xl | sft_dit,
     # FastGen SD15/config_sft, SDXL/config_sft (crops of 512 for a net at 1024; here 1024), Flux/config_sft,
     # QwenImage/config_sft (its data set is not shipped). Flux embeds its guidance (3.5), so it drops no text

@@ -13,7 +13,6 @@ checkpoint, net, seed, ... as text.
 import argparse
 import copy
 import re
-import sys
 from types import SimpleNamespace
 
 import torch
@@ -108,8 +107,7 @@ def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=
     """Yields (ids, labels, x0 on the CPU) of this rank's batches: rank j % world draws batch j, so no batch
     depends on the ranks. Students sample by their method, others by their family's teacher_sample or Heun."""
     def many_steps(net, noise, batch, cfg, steps):
-        solve = getattr(sys.modules.get(type(net).__module__), "teacher_sample", common.heun)
-        return solve(net, noise, batch["cond"], steps, batch["uncond"], cfg["guidance"])
+        return common.teacher_sample(net, noise, batch["cond"], steps, batch["uncond"], cfg["guidance"])
 
     common.number("--steps", steps, 1, 1000)
     common.number("--batch", batch, 1)

@@ -42,6 +42,7 @@ defaults = dict(
     net="edm:digits",        # family:size[,option=value]: edm:cifar10, edm:imagenet64, edm:digits, toy:tiny
     data="digits",           # "digits" (embedded), a folder of images or pairs, a .zip, an .npz: data.py
     classes=-1,              # classes the nets are built for: -1 = those of the data, 0 = unconditional
+    data_scale=1.0,          # of latents in .npy and .npz: 0.18215 for raw ones of Stable Diffusion's VAE
     data_keys=(),            # tars: kind=member;other, e.g. image=jpg,caption=txt; "" = the usual ones
     data_uncond="",          # tars: file of the negative embedding; "" = their uncond.safetensors, if any
     data_ignore="",          # tars: a file of keys, one a line, that are left out; "" = none

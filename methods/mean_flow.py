@@ -56,9 +56,10 @@ config = dict(
 
 published = dict(teacher="", distill=False, lr_schedule="constant", warmup=0, clip=0.0, ema=("ema:0.9999",),
                  save_every=10000, val_every=10000, sample_every=10000)
-latents = published | dict(data="imagenet-256-sd.zip", batch_size=1024, max_iter=1200000, lr=1e-4,
-                           betas=(0.9, 0.95), cond_dropout=0.1, ratio=0.25, pairs="sort",
-                           t_mean=-0.4, t_std=1.0, r_mean=-0.4, r_std=1.0, loss_p=1.0, loss_c=1.0)
+latents = published | dict(data="imagenet-256-sd.zip", data_scale=0.18215, batch_size=1024,
+                           max_iter=1200000, lr=1e-4, betas=(0.9, 0.95), cond_dropout=0.1, ratio=0.25,
+                           pairs="sort", t_mean=-0.4, t_std=1.0, r_mean=-0.4, r_std=1.0, loss_p=1.0,
+                           loss_c=1.0)
 unscaled = ",reverse=false,learn_sigma=false,r_kind=diff"
 presets = dict(
     # 200 epochs of warm-up, EDM's augmentations without vertical flips and rotations
@@ -98,7 +99,7 @@ def build(cfg):
     common.number("--tangent_warmup", cfg["tangent_warmup"], 0)
     for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
         levels(cfg, steps)
-    common.check_jvp(cfg["jvp"], cfg["parallel"])
+    common.check_jvp(cfg["jvp"], cfg["parallel"], cfg["amp"])
     return nets
 
 
@@ -142,7 +143,8 @@ def step(nets, batch, it, cfg):
     e = error.mean(1) if cfg["loss_rms"] else error.sum(1)                                  # (B,)
     size = e.detach() if cfg["loss"] == "l2" else e.detach().sqrt()
     loss = (e / (size + cfg["loss_c"]) ** cfg["loss_p"]).mean()
-    return loss, dict(mf=loss) | (dict(fm=error[n:].mean()) if n < len(x0) else {})
+    parts = dict(mse=error[:n], fm=error[n:])
+    return loss, dict(mf=loss) | {k: part.mean() for k, part in parts.items() if len(part)}
 
 
 def mean_velocity(net, cond, part):

@@ -87,7 +87,7 @@ def build(cfg):
         common.number(f"--{key}", cfg[key], 0)
     for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
         levels(student, cfg, steps)
-    common.check_jvp(cfg["jvp"], cfg["parallel"])
+    common.check_jvp(cfg["jvp"], cfg["parallel"], cfg["amp"])
     return nets
 
 

@@ -38,7 +38,7 @@ config = dict(
     pred="",                     # space of the error: x0, eps, v, flow; "" = the net's own
     loss_weight="",              # "" = edm for x0 errors on edm nets, else unit; see common.loss_weight
     logvar=False,                # a learned log-variance per noise level scales the loss (EDM2)
-    steps=18,                    # of the Heun sampler: 2 * 18 - 1 = 35 network calls
+    steps=18,                    # of the family's sampler; Heun's: 2 * 18 - 1 = 35 network calls
     ema=("ema:power=0.05",),     # EDM: half_kimg=500
 )
 
@@ -103,5 +103,6 @@ def draw(x, schedule, cfg, *bounds):
 
 
 def sample(net, noise, batch, cfg, steps):
-    """Heun's method with 2 steps - 1 network calls (twice that with guidance); any step count."""
-    return common.heun(net, noise, batch["cond"], steps, batch["uncond"], cfg["guidance"])
+    """As its samples will be drawn when it is a teacher: by the public pipeline's sampler where the net's
+    family has one, else by Heun's (2 steps - 1 network calls, twice that with guidance); any step count."""
+    return common.teacher_sample(net, noise, batch["cond"], steps, batch["uncond"], cfg["guidance"])

@@ -79,9 +79,10 @@ def test_at_the_ends_of_a_path_predictions_and_tangents_are_finite():
         both = torch.func.jvp(f, (x, t), (x, torch.ones_like(t)))
         assert all(v.isfinite().all() for v in both), (path, own)
 
-def test_value_and_tangent_are_of_one_net_whatever_the_way():
+@pytest.mark.parametrize("spec", ["edm:digits", "dit:sit_b2,x_shape=(1,8,8),dim=64,depth=2,heads=4"])
+def test_value_and_tangent_are_of_one_net_whatever_the_way(spec):
     """The same dropout masks in both; "apart" has its tangent in float32 also under autocast."""
-    net = common.make_net("edm:digits", dropout=0.3, r=True).train()
+    net = common.make_net(spec, dropout=0.3, r=True).train()
     for p in net.parameters():
         p.data.add_(0.1 * torch.randn_like(p))
     x, t = torch.randn(6, 1, 8, 8), torch.linspace(0.3, 0.9, 6, dtype=f64)
@@ -142,7 +143,8 @@ def test_what_cannot_work_is_refused_before_any_work(name, monkeypatch):
         refused(method.build, cfg | {key: value}, says=[key])
     monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
     refused(method.build, cfg | dict(parallel="fsdp"), says=["2.13", "--jvp difference"])
-    method.build(cfg | dict(parallel="fsdp", jvp="difference"))
+    method.build(shards := cfg | dict(parallel="fsdp", jvp="difference"))
+    refused(method.build, shards | dict(amp="bf16"), says=["bf16", "--amp"])
 
 def test_tangents_under_shards_and_recomputation_equal_those_of_one_process():
     run.teacher("toy:tiny")

@@ -127,8 +127,8 @@ def test_a_pair_has_the_datas_label_noise_of_its_own_and_a_twentieth_is_held_out
     (dict(t_list=(2.5,)), ["student's steps are at [2.5]", "--path_t 2.5"]), (dict(norm="l3"), ["l2, l1"]),
     (dict(target="state"), ["x0, next"]), (dict(steps=2, t_list=(80.0, 2.51)), ["2.51"]),
     (dict(steps=2, t_list=()), ["are at [80.0, 2.526"]), (dict(steps=5), ["--steps 5"]),
-    (dict(val_settings=("steps=2;t_list=80,3",)), ["[80.0, 3.0]"]), (dict(xflip=True), ["would part"]),
-    (dict(augment=0.1), ["would part"])])
+    (dict(val_settings=("steps=2;t_list=80,3",)), ["[80.0, 3.0]"]), (dict(xflip=True), ["--xflip"]),
+    (dict(augment=0.1), ["--augment"])])
 def test_pairs_that_are_not_the_students_are_one_sentence(changes, words, outputs):
     method, cfg = setup("kd", data=run.pairs("toy:tiny"))
     refused(trainer.train, method, cfg | changes, says=words)

@@ -1,6 +1,7 @@
-"""Every preset: nets at full size, a step of each phase with tiny ones. `-s` prints parameters, CPU times."""
+"""Every preset: nets at full size, a step of each phase with tiny ones; tools/presets.py lists them."""
 import importlib
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ import torch
 import augment
 import common
 import run
-import startup
-import train
+from run import refused
+from tools import presets
 
 # by family, then size: options that make it tiny but keep its levels and taps
 TINY = dict(
@@ -20,7 +21,20 @@ TINY = dict(
     flux=dict(x_shape=(16, 8, 8), dim=32, heads=2, axes=(4, 6, 6), text_dim=12, pooled_dim=5),
     qwen_image=dict(x_shape=(16, 8, 8), dim=32, heads=2, axes=(4, 6, 6), text_dim=12),
     sd15=dict(heads=(2, 2, 4, 4)), sdxl=dict(heads=(2, 2, 4), depths=(0, 1, 2), pooled_dim=6, id_dim=4))
-OWN = [(name, preset) for name in run.METHODS for preset in getattr(run.load(name), "presets", {})]
+ALL = presets.names()
+
+def shrunk(method, cfg):
+    """(config, nets, a batch of 4 as encode gives it) of a preset whose net is made tiny."""
+    head, *options = cfg["net"].split(",", 1)
+    family, size = head.split(":")
+    sizes = importlib.import_module(f"nets.{family}").sizes
+    cfg = cfg | dict(net=",".join([head, *(o for o in options if "x_shape" not in o)]))
+    common.seed_default(0)
+    with mock.patch.dict(sizes, {size: sizes[size] | TINY[family] | TINY.get(size, {})}):
+        nets = method.build(cfg)
+    for p in (p for net in nets.values() for p in net.parameters()):    # none that starts at 0 hides another
+        p.data.add_(0.05 * torch.randn_like(p))
+    return cfg, nets, random_batch(nets["student"], cfg)
 
 def random_batch(net, cfg, n=4):
     """What encode gives: labels, text, augmentation and a teacher's states, as net and config have them."""
@@ -33,38 +47,41 @@ def random_batch(net, cfg, n=4):
     return dict(x0=draw(*net.x_shape), cond=cond(torch.arange(n) if cfg["classes"] else none),
                 uncond=cond(none), path=draw(len(path_t), *net.x_shape), path_t=path_t)
 
-@pytest.mark.parametrize("name, preset", [*OWN, *train.recipes.presets])
-def test_a_preset_builds_at_full_size_and_takes_a_step_of_each_phase(name, preset, monkeypatch):
-    assert [*OWN, *train.recipes.presets].count((name, preset)) == 1    # none hides another
-    cfg = train.resolve(method := run.load(name), ["--preset", preset])[0]
-    startup.check(cfg, 8, train.trainer.defaults)
-    head, *options = cfg["net"].split(",", 1)
-    family, size = head.split(":")
-    sizes = importlib.import_module(f"nets.{family}").sizes
-    cfg["classes"] = cfg["classes"] and sizes[size].get("label_dim", 0)     # -1 = those of the data
-    start = time.process_time()
-    with torch.device("meta"):
-        nets = method.build(cfg)
-    seconds = time.process_time() - start
-    count = {n: sum(p.numel() for p in net.parameters()) / 1e6 for n, net in nets.items()}
-    assert count["student"] > 0.1 and seconds < 2 and {*method.init(cfg)} <= {*nets}
-    monkeypatch.setitem(sizes, size, sizes[size] | TINY[family] | TINY.get(size, {}))
-    cfg["net"] = ",".join([head, *(o for o in options if "x_shape" not in o)])
-    common.seed_default(0)
-    nets = method.build(cfg)
-    for p in (p for net in nets.values() for p in net.parameters()):    # none that starts at 0 hides another
-        p.data.add_(0.05 * torch.randn_like(p))
-    batch, owned, ms = random_batch(nets["student"], cfg), run.owned(method, nets, cfg), {}
+def steps(method, cfg, nets, batch):
+    """Of each phase (name, CPU ms, loss, logs) of its first step, whose gradients the nets then hold."""
     for phase, it in run.phases(method, cfg).items():
         run.turn(nets, method.optimizers(nets, cfg), phase)
         start = time.process_time()
         loss, logs = method.step(nets, batch, it, cfg)
         loss.backward()
-        ms[phase] = 1000 * (time.process_time() - start)
+        yield phase, 1000 * (time.process_time() - start), loss, logs
+
+@pytest.mark.parametrize("name, preset", ALL)
+def test_a_preset_builds_at_full_size_and_takes_a_step_of_each_phase(name, preset):
+    assert ALL.count((name, preset)) == 1               # none hides another
+    start = time.process_time()
+    method, cfg, nets = presets.load(name, preset)
+    seconds = time.process_time() - start
+    assert {*method.init(cfg)} <= {*nets} and seconds < 2
+    assert sum(p.numel() for p in nets["student"].parameters()) > 1e5
+    cfg, nets, batch = shrunk(method, cfg)
+    owned = run.owned(method, nets, cfg)
+    for phase, _, loss, logs in steps(method, cfg, nets, batch):
         assert all(torch.as_tensor(v).isfinite() for v in (loss, *logs.values()))
         grads = run.gradients(nets)     # Qwen-Image's last block makes text that nothing reads
         assert {*grads} <= owned[phase] and all(g.isfinite().all() for g in grads.values())
         moved = {k.split(".")[0] for k, g in grads.items() if g.any()}
         assert moved == {k.split(".")[0] for k in owned[phase]}
-    print(f"\n{name:9} {preset:19} {count['student']:7.1f} of {sum(count.values()):7.1f} M, {seconds:4.2f} s",
-          *(f"{phase} {t:.0f} ms" for phase, t in ms.items()), sep="  ", end="")
+
+def test_the_list_of_presets_has_their_sizes_and_memory(capsys):
+    presets.main(["sft/sit_xl", "dmd2/sdxl", "--ranks=16", "--steps"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = {line[0]: [float(v) for v in line[3:] if v.replace(".", "").isdigit()] for line in lines[1:]}
+    (student, _, *sit), (sdxl, _, *sharded) = found["sft"], found["dmd2"]
+    assert (lines[1][:3], lines[2][:3]) == (["sft", "sit_xl", "dit:sit_xl2"], ["dmd2", "sdxl", "sd:sdxl"])
+    one = 4 * student * 1e6 / 2 ** 30                   # GB of one float32 copy
+    assert student == pytest.approx(674.8, abs=0.1)
+    assert sit[:5] == pytest.approx([one, one, 2 * one, 2 * one, 6 * one], abs=0.06)
+    assert sdxl == pytest.approx(2567, abs=3) and len(sit) == 6 and len(sharded) == 7
+    assert sharded[0] == pytest.approx(3 * 4 * sdxl * 1e6 / 2 ** 30 / 16, rel=0.02)     # three nets, 16 rows
+    refused(presets.main, ["dmd2/sdlx"], says=["did you mean dmd2/sdxl"])

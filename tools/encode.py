@@ -3,6 +3,8 @@
     torchrun --nproc_per_node 8 tools/encode.py --net sd:sdxl --data "laion/{00000..00099}.tar"
         --encoders stabilityai/stable-diffusion-xl-base-1.0 --data_filter "aesthetic>=5.5" --out encoded/laion
 
+or, by classes, --net dit:dit_xl2 --data imagenet (folders) --encoders stabilityai/sd-vae-ft-mse --out latents
+
 It takes all keys of the trainer. Images are cut to what --net is trained on. FOLDER gets meta.json (what made
 it; other settings are refused), uncond.safetensors (of --negative_prompt) and 0000000.tar, ... with
 KEY.moments.npy (2 C, H, W), mean and std in the net's space, KEY.cond.safetensors, text (L, D) and pooled,
