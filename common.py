@@ -337,17 +337,20 @@ def sample_t(n, dist, schedule, device, **params):
     return t_quantile(torch.rand(n, dtype=torch.float64, device=device), dist, schedule, **params)
 
 
-def t_list(schedule, steps, given=()):
-    """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0.
+def t_list(schedule, steps, given=(), trained=0.0):
+    """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0,
+    none above the largest t that is trained, where --t_max bounds that (0 = the schedule does).
     Default: equal steps from t_max; on edm the points of the 1000-point grid that FastGen takes, but from 80,
     which one-step students are trained at, not 79.56."""
-    (_, t_max), limit, ts = t_range(schedule), schedules[schedule][2], [number("--t_list", t) for t in given]
+    (_, t_max), ts = t_range(schedule), [number("--t_list", t) for t in given]
+    limit = float(trained) or schedules[schedule][2]
     number("--steps", steps, 1, 1000)
     if ts:
         ts = ts[:-1] if ts[-1] == 0 else ts
         if len(ts) != steps or ts[0] > limit or any(t <= s for t, s in zip(ts, ts[1:] + [0.0])):
             raise BadInput(f"--t_list {given} must hold --steps {steps} times, descending from at most "
-                           f"{limit} (schedule {schedule}) to above 0; a final 0 may follow")
+                           f"{limit:g} ({'--t_max' if trained else f'schedule {schedule}'}) to above 0; a "
+                           f"final 0 may follow")
     elif schedule == "edm":
         index = torch.linspace(998, 2, steps + 1, dtype=torch.float64, device="cpu").long()
         ts = [t_max] + karras(1000, *t_range("edm")).flip(0)[index[1:-1]].tolist()

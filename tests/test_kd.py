@@ -80,7 +80,8 @@ def test_what_is_there_is_kept_and_a_folder_made_otherwise_is_refused(tmp_path, 
     for option, words in (("--guidance=2", "with guidance 1.0, not 2.0"), ("--seed=1", "with seed 0"),
                           ("--pairs=51", "with pairs 50"), ("--path_t=80", "with path_t"),
                           ("--pairs=1", "--pairs 1 must"),
-                          (f"--teacher={other}", "with weights"), ("--path_t=2,3", "descending"),
+                          (f"--teacher={other}", "with weights"), ("--path_t=2,3", "--path_t 2,3 must"),
+                          ("--path_t=1001", "at most 1000 (schedule edm)"),
                           ("--solver=rk4", "solver 'rk4' is not known")):
         refused(make, folder, option, says=[words])
     assert make(folder) == whole

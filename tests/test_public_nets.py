@@ -174,7 +174,7 @@ def unet(size, mult=(1, 2, 2), **options):
     diffusers, config = pytest.importorskip("diffusers"), golden_recipe.load(size)[0]["config"]
     torch.manual_seed(0)
     reference = diffusers.UNet2DConditionModel(
-        **config | dict(block_out_channels=[32 * m for m in mult], sample_size=128))
+        **config | dict(block_out_channels=[32 * m for m in mult], sample_size=8))
     net = make_net(f"sd:{size}", **SDS[size] | dict(mult=mult) | options)
     net.load_state_dict(reference.state_dict())
     return diffusers, reference.eval(), net.eval()
