@@ -251,8 +251,8 @@ def fingerprint(cfg, dataset):
     for i in range(0, len(dataset), max(1, len(dataset) // 16)):
         if hasattr(dataset, "texts"):
             texts = dataset.texts([i])
-        tensors = [v for part in ("cond", "uncond") for v in texts.get(part, {}).values()]
-        for part in (dataset.get(i)[0], *(v.float().numpy() for v in tensors)):
+        told = [v for part in ("cond", "uncond") for _, v in sorted(texts.get(part, {}).items())]
+        for part in (dataset.get(i)[0], *(v.float().numpy() for v in told)):    # files have no order of keys
             crc = zlib.crc32(part.tobytes(), crc)
         crc = zlib.crc32("".join(texts.get("caption", ())).encode(), crc)
     return dict(path=cfg["data"], samples=len(dataset), **getattr(dataset, "about", {}), crc=crc)

@@ -18,7 +18,7 @@ from common import BadInput
 
 KNOWN = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "FluxPipeline", "QwenImagePipeline")
 TEXTS, DTYPES = ("text_encoder", "text_encoder_2"), {"": torch.float32, "bf16": torch.bfloat16}
-LENGTH = 512            # tokens of a caption, the pipelines' default, where the tokenizer does not end earlier
+LENGTH = 512            # tokens of a caption, the default of the pipelines, where the tokenizer takes as many
 ABSENT = ("unet", "transformer", "scheduler", "safety_checker", "feature_extractor", "image_encoder")
 
 

@@ -215,25 +215,33 @@ def test_sd_equals_diffusers_at_another_size_and_each_condition_counts(size, mul
         sizes = [cond | dict(time_ids=torch.full((3, 6), pixels)) for pixels in (1023.0, 1024.0)]
         assert not torch.equal(*(net.bfloat16()(x, t, c) for c in sizes))
 
+def scheduler(name, **changes):
+    """That of the public pipeline."""
+    betas = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
+                 timestep_spacing="leading")
+    shift, flow = dict(use_dynamic_shifting=True, base_shift=0.5), "FlowMatchEulerDiscreteScheduler"
+    kind, own = dict(
+        sd15=("PNDMScheduler", betas | dict(skip_prk_steps=True, set_alpha_to_one=False)),
+        sdxl=("EulerDiscreteScheduler", betas), flux=(flow, shift | dict(max_shift=1.15)),
+        qwen=(flow, shift | dict(max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)))[name]
+    return getattr(pytest.importorskip("diffusers"), kind)(**own | changes)
+
 @pytest.mark.parametrize("size, pred, steps, guidance", [
     ("sd15", "eps", 1, 1.0), ("sd15", "eps", 3, 1.0), ("sd15", "eps", 7, 5.0), ("sd15", "v", 6, 3.0),
     ("sdxl", "eps", 3, 1.0), ("sdxl", "eps", 7, 5.0), ("sdxl", "v", 6, 3.0)])
 @torch.no_grad()
 def test_sd_teacher_samples_as_the_public_pipeline(size, pred, steps, guidance):
     diffusers, reference, net = unet(size, pred=pred)
-    betas = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
-                 timestep_spacing="leading", prediction_type=dict(eps="epsilon", v="v_prediction")[pred])
+    kind = dict(eps="epsilon", v="v_prediction")[pred]
     draw = lambda: dict(prompt_embeds=torch.randn(2, 7, 24), pooled_prompt_embeds=torch.randn(2, 16))
     z, absent, given, negative = torch.randn(2, 4, 8, 8), ["vae", "text_encoder", "tokenizer"], draw(), draw()
     cond, uncond = (dict(zip(("text", "pooled"), each.values())) for each in (given, negative))
     if size == "sd15":
-        scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **betas)
         make, absent = diffusers.StableDiffusionPipeline, absent + ["safety_checker", "feature_extractor"]
         del given["pooled_prompt_embeds"], negative["pooled_prompt_embeds"]
     else:
-        scheduler = diffusers.EulerDiscreteScheduler(**betas)
         make, absent = diffusers.StableDiffusionXLPipeline, absent + ["text_encoder_2", "tokenizer_2"]
-    pipeline = make(**dict.fromkeys(absent), unet=reference, scheduler=scheduler)
+    pipeline = make(**dict.fromkeys(absent), unet=reference, scheduler=scheduler(size, prediction_type=kind))
     pipeline.set_progress_bar_config(disable=True)
     want = pipeline(**given, **{f"negative_{k}": v for k, v in negative.items()}, latents=z.clone(),
                     num_inference_steps=steps, guidance_scale=guidance, output_type="latent").images
@@ -281,7 +289,6 @@ def pair(name):
     sizes, ours = dict(joint_attention_dim=20, axes_dims_rope=(4, 4, 8), in_channels=32, **heads), dict(
         x_shape=(8, 4, 4), dim=48, heads=3, axes=(4, 4, 8), text_dim=20)
     torch.manual_seed(0)
-    kw = dict(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
     if name == "flux":
         ref = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=3, pooled_projection_dim=12,
                                                guidance_embeds=True, **sizes)
@@ -290,9 +297,8 @@ def pair(name):
     else:
         ref = diffusers.QwenImageTransformer2DModel(num_layers=2, out_channels=8, **sizes)
         ours |= dict(depth=2)
-        kw |= dict(max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)
         pipe = diffusers.QwenImagePipeline(None, None, None, None, ref)
-    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**kw)
+    pipe.scheduler = scheduler(name)
     pipe.set_progress_bar_config(disable=True)
     for p in ref.parameters():
         p.data.add_(0.1 * torch.randn_like(p))
