@@ -147,7 +147,7 @@ def official(pipe, prompts, negative, z):
     if hasattr(pipe, "unet"):
         if hasattr(pipe, "text_encoder_2"):             # this VAE halves, SDXL's own makes 8 pixels one
             kw |= dict(original_size=(64, 64), target_size=(64, 64))
-        negative = negative and [negative] * len(prompts)
+        negative = [negative] * len(prompts) if negative else None
         return pipe(latents=z.clone(), guidance_scale=3.0, negative_prompt=negative, **kw).images
     negative = [negative or ("" if hasattr(pipe, "text_encoder_2") else " ")] * len(prompts)
     found = pipe(latents=tokens(z), height=16, width=16, true_cfg_scale=3.0, negative_prompt=negative, **kw)
@@ -239,9 +239,9 @@ def test_dmd2_trains_resumes_samples_as_the_pipeline_and_exports_from_captions_a
         made, tmp_path, monkeypatch):
     precompute(made, tmp_path / "tars")
     (name, pipe, path, _), method, states = made, run.load("dmd2"), {}
-    given = settings(made, guidance=3.0, update_ratio=1, max_iter=3, save_every=1, lr=0.01,
-                     teacher=path, val_every=3, sample_every=3, gan_taps=(1,), t_list=(), t_dist="uniform", t_min=0.02,
-                     t_max=0.9, dm_t_dist="uniform", dm_t_min=0.02, dm_t_max=0.9)
+    given = settings(made, guidance=3.0, update_ratio=1, max_iter=3, save_every=1, val_every=3, lr=0.01,
+                     sample_every=3, gan_taps=(1,), t_list=(), t_dist="uniform", t_min=0.02, t_max=0.9,
+                     dm_t_dist="uniform", dm_t_min=0.02, dm_t_max=0.9, teacher=path)
     given = {k: v for k, v in given.items() if v != trainer.defaults.get(k)}
     sources = dict(loop=dict(encoder_dtype="bf16")) if name == "sdxl" else {}
     for source, data_ in (sources | dict(tars=dict(data=str(tmp_path / "tars")))).items():
