@@ -208,11 +208,11 @@ def test_a_student_samples_by_its_target_with_its_own_steps(monkeypatch):
 def test_a_run_on_pairs_of_the_digits_is_scored_also_without_them(capsys):
     method, cfg = setup("kd", max_iter=2, steps=4, target="next", val_every=2, sample_every=2)
     folder = run.run(method, cfg).folder
-    assert "WARNING" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "WARNING" not in out and f"score it: python evaluate.py {folder}" in out
     torch.save({k: v + 1 for k, v in torch.load(cfg["teacher"]).items()}, folder / "other.pth")
     run.run(method, cfg | dict(name="other", max_iter=1, teacher=str(folder / "other.pth")))
     assert f"are of --net toy:tiny --teacher {cfg['teacher']}, other weights" in capsys.readouterr().out
     shutil.rmtree(cfg["data"])
     evaluate.main([str(folder), "--samples=20", "--seeds=1"])
-    out = capsys.readouterr().out
-    assert "(kd): 20 samples" in out and f"score it: python evaluate.py {folder}" in out
+    assert "(kd): 20 samples" in capsys.readouterr().out
