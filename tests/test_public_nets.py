@@ -283,26 +283,26 @@ def test_flux_and_qwen_image_equal_the_reference(name):
     assert near(tokens(got["out"]), want["out"], tolerance) and len(features) == net.n_taps
     assert all(near(tap.flatten(2).mT, want[key], tolerance) for tap, key in zip(got["taps"], features))
 
+PAIR = dict(x_shape=(8, 4, 4), dim=48, heads=3, axes=(4, 4, 8), text_dim=20)
+PAIRS = dict(flux=PAIR | dict(depth=1, single_depth=3, pooled_dim=12), qwen=PAIR | dict(depth=2))
+
 def pair(name):
     """Of diffusers, with random weights: the transformer, a pipeline around it; ours with these weights."""
     diffusers, heads = pytest.importorskip("diffusers"), dict(attention_head_dim=16, num_attention_heads=3)
-    sizes, ours = dict(joint_attention_dim=20, axes_dims_rope=(4, 4, 8), in_channels=32, **heads), dict(
-        x_shape=(8, 4, 4), dim=48, heads=3, axes=(4, 4, 8), text_dim=20)
+    sizes = dict(joint_attention_dim=20, axes_dims_rope=(4, 4, 8), in_channels=32, **heads)
     torch.manual_seed(0)
     if name == "flux":
         ref = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=3, pooled_projection_dim=12,
                                                guidance_embeds=True, **sizes)
-        ours |= dict(depth=1, single_depth=3, pooled_dim=12)
         pipe = diffusers.FluxPipeline(None, None, None, None, None, None, ref)
     else:
         ref = diffusers.QwenImageTransformer2DModel(num_layers=2, out_channels=8, **sizes)
-        ours |= dict(depth=2)
         pipe = diffusers.QwenImagePipeline(None, None, None, None, ref)
     pipe.scheduler = scheduler(name)
     pipe.set_progress_bar_config(disable=True)
     for p in ref.parameters():
         p.data.add_(0.1 * torch.randn_like(p))
-    net = make_net(FLOW[name][0], **ours)
+    net = make_net(FLOW[name][0], **PAIRS[name])
     net.load_state_dict(ref.state_dict())
     return ref.eval(), pipe, net.eval()
 
