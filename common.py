@@ -344,17 +344,20 @@ def sample_t(n, dist, schedule, device, **params):
     return t_quantile(torch.rand(n, dtype=torch.float64, device=device), dist, schedule, **params)
 
 
-def t_list(schedule, steps, given=()):
-    """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0.
+def t_list(schedule, steps, given=(), trained=0.0):
+    """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0,
+    none above the largest t that is trained, where --t_max bounds that (0 = the schedule does).
     Default: equal steps from t_max; on edm the points of the 1000-point grid that FastGen takes, but from 80,
     which one-step students are trained at, not 79.56."""
-    (_, t_max), limit, ts = t_range(schedule), schedules[schedule][2], [number("--t_list", t) for t in given]
+    (_, t_max), ts = t_range(schedule), [number("--t_list", t) for t in given]
+    limit = float(trained) or schedules[schedule][2]
     number("--steps", steps, 1, 1000)
     if ts:
         ts = ts[:-1] if ts[-1] == 0 else ts
         if len(ts) != steps or ts[0] > limit or any(t <= s for t, s in zip(ts, ts[1:] + [0.0])):
             raise BadInput(f"--t_list {given} must hold --steps {steps} times, descending from at most "
-                           f"{limit} (schedule {schedule}) to above 0; a final 0 may follow")
+                           f"{limit:g} ({'--t_max' if trained else f'schedule {schedule}'}) to above 0; a "
+                           f"final 0 may follow")
     elif schedule == "edm":
         index = torch.linspace(998, 2, steps + 1, dtype=torch.float64, device="cpu").long()
         ts = [t_max] + karras(1000, *t_range("edm")).flip(0)[index[1:-1]].tolist()
@@ -433,6 +436,13 @@ def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2):
     return (x0, states) if at else x0
 
 
+def teacher_sample(net, *args):
+    """x0 as by the public pipeline: `teacher_sample` in the file of the net's family, or `heun` where it has
+    none. args: noise, cond, steps, uncond, guidance."""
+    files = [sys.modules.get(kind.__module__) for kind in type(net).__mro__]    # FSDP2 puts a class in front
+    return next((f.teacher_sample for f in files if hasattr(f, "teacher_sample")), heun)(net, *args)
+
+
 # ---------------------------------------------------------------- video: chunk after chunk
 
 def chunks(frames, chunk):
@@ -440,13 +450,6 @@ def chunks(frames, chunk):
     remainder: chunks(8, 3) = [5, 3], chunks(2, 3) = [2]; chunk 0 is one chunk of all frames."""
     n = max(frames // chunk, 1) if chunk else 1
     return [frames - chunk * (n - 1)] + [chunk] * (n - 1)
-
-
-def teacher_sample(net, *args):
-    """x0 as by the public pipeline: `teacher_sample` in the file of the net's family, or `heun` where it has
-    none. args: noise, cond, steps, uncond, guidance."""
-    files = [sys.modules.get(kind.__module__) for kind in type(net).__mro__]    # FSDP2 puts a class in front
-    return next((f.teacher_sample for f in files if hasattr(f, "teacher_sample")), heun)(net, *args)
 
 
 # ---------------------------------------------------------------- losses

@@ -170,6 +170,13 @@ def cut(image, shape):
     return np.stack(planes * (shape[0] if len(planes) == 1 else 1))
 
 
+def captions(dataset, count=256):
+    """Some captions, from all over a data set, that training encodes: none where embeddings are stored."""
+    if not hasattr(dataset, "texts") or {"cond", "text"} & {*getattr(dataset, "kinds", ())}:
+        return ()
+    return dataset.texts(range(0, len(dataset), max(1, len(dataset) // count)))["caption"]
+
+
 def caption(image):
     with reading(f"the caption of {image}"):
         return image.with_suffix(".txt").read_text().strip()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import ckpt
 import common
+import data
 import files
 import resume
 import watch
@@ -213,6 +214,17 @@ def describe(cfg, nets, trainable, opts, names, plan, world, start, changed):
         f"{torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",
         f"{'starting' if start == 0 else 'continuing'} at iteration {start}",
         data_line(cfg, plan.dataset, nets["student"], plan.device), resume.scheduler.resume_details()]))
+
+
+def warnings(cfg, plan, opts, sources):
+    """What works, but may not be meant."""
+    lines = [f"WARNING: --max_iter {cfg['max_iter']} ends before the first turn of phase {phase!r}, so what "
+             f"it trains stays as it is" for phase in opts if not plan.turns[phase]]
+    meta, pin = getattr(plan.dataset, "meta", {}), sources.get(cfg["teacher"], {})
+    if any(pin.get(k, was) != was for k, was in meta.get("weights", {}).items()):
+        lines.append(f"WARNING: the pairs {cfg['data']} are of --net {meta['net']} --teacher "
+                     f"{meta['teacher']}, other weights than this run's --teacher {cfg['teacher']}")
+    return lines + encoders.cut(data.captions(plan.dataset) if cfg["encoders"] else (), cfg)
 
 
 def plan(cfg, changed, nets, trainable, world, folder):

@@ -197,6 +197,8 @@ def main(argv):
                        f"--net {run.cfg['net']} needs --prompts TEXT, or a file with one a line")
     if prompts and not run.cfg["encoders"]:
         raise BadInput("prompts need text encoders; give --encoders, a diffusers pipeline (folder or hub id)")
+    for line in encoders.cut(prompts, run.cfg) if rank == 0 else ():
+        print(line)
     every = list(range(many)) or [-1]                                       # -1: unconditional
     classes = every if args.classes == "all" else numbers("--classes", args.classes, many)
     ids = numbers("--seeds", args.seeds, 10_000_000)                        # names have seven digits

@@ -244,10 +244,17 @@ def output_folder(cfg):
 
 
 def fingerprint(cfg, dataset):
-    """What tells this data set from another without reading it all: its size, all labels, some samples."""
-    some = [dataset.get(i)[0] for i in range(0, len(dataset), max(1, len(dataset) // 16))]
-    return dict(path=cfg["data"], samples=len(dataset), **getattr(dataset, "about", {}),
-                crc=zlib.crc32(b"".join(a.tobytes() for a in [dataset.label, *some])))
+    """What tells this data set from another without reading it all: its size, all labels, some samples with
+    their captions and embeddings."""
+    crc, texts = zlib.crc32(dataset.label.tobytes()), {}
+    for i in range(0, len(dataset), max(1, len(dataset) // 16)):
+        if hasattr(dataset, "texts"):
+            texts = dataset.texts([i])
+        told = [v for part in ("cond", "uncond") for _, v in sorted(texts.get(part, {}).items())]
+        for part in (dataset.get(i)[0], *(v.float().numpy() for v in told)):    # files have no order of keys
+            crc = zlib.crc32(part.tobytes(), crc)
+        crc = zlib.crc32("".join(texts.get("caption", ())).encode(), crc)
+    return dict(path=cfg["data"], samples=len(dataset), **getattr(dataset, "about", {}), crc=crc)
 
 
 def make_folder(folder, problem, cure, subs=("",)):

@@ -160,6 +160,8 @@ def train(method, cfg, changed=(), dry_run=False):
     if rank == 0:
         startup.open_folder(method, cfg, folder, sources, state, start, say)
     say(logs.describe(cfg, nets, trainable, opts, names, plan, world, start, changed))
+    for line in logs.warnings(cfg, plan, opts, sources):
+        say.warn(line)
     record = logs.Recorder(folder, logs.start_wandb(cfg, folder, say) if rank == 0 else None, rank, gloo, say)
     meter = logs.Meter(gloo)
     loader = data.Loader(plan.dataset, cfg, start, rank, world, cfg["accum"], cfg["seed"])

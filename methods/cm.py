@@ -178,7 +178,7 @@ def ode_step(teacher, x_t, t, r, batch, cfg):
 
 def levels(net, cfg, steps):
     given = tuple(t for t in cfg["t_list"] if t)
-    return common.t_list(net.schedule, steps, given[:steps] if steps <= len(given) else ())
+    return common.t_list(net.schedule, steps, given[:steps] if steps <= len(given) else (), cfg["t_max"])
 
 
 def times(cfg):

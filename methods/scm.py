@@ -146,7 +146,9 @@ def times(cfg):
 
 
 def levels(net, cfg, steps):
-    return common.t_list(net.schedule, steps, cfg["t_list"][:steps] if steps <= len(cfg["t_list"]) else ())
+    given = cfg["t_list"][:steps] if steps <= len(cfg["t_list"]) else ()
+    top = torch.tensor(cfg["t_max"], dtype=torch.float64, device="cpu")                 # a sigma; 0 stays 0
+    return common.t_list(net.schedule, steps, given, common.t_from_ratio(net.schedule, top))
 
 
 def sample(net, noise, batch, cfg, steps):

@@ -174,10 +174,10 @@ def compare(net, f_t, f_r, t, r, cfg):
 
 def levels(net, cfg, steps):
     """Those of t_list if it has as many; else, and after stage 2 none is below t', from t_max to t'."""
-    given = tuple(t for t in cfg["t_list"] if t)[:steps]
+    given, top = tuple(t for t in cfg["t_list"] if t)[:steps], cfg["t_max"] or common.t_range(net.schedule)[1]
     if len(given) < steps and cfg["stage1"]:
-        given = common.karras(steps, cfg["transition"], common.t_range(net.schedule)[1]).tolist()
-    return common.t_list(net.schedule, steps, given if len(given) == steps else ())
+        given = common.karras(steps, cfg["transition"], top).tolist()
+    return common.t_list(net.schedule, steps, given if len(given) == steps else (), cfg["t_max"])
 
 
 def times(cfg, part=""):

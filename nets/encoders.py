@@ -18,6 +18,7 @@ from common import BadInput
 
 KNOWN = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "FluxPipeline", "QwenImagePipeline")
 TEXTS, DTYPES = ("text_encoder", "text_encoder_2"), {"": torch.float32, "bf16": torch.bfloat16}
+LENGTH = 512            # tokens of a caption, the default of the pipelines, where the tokenizer takes as many
 ABSENT = ("unet", "transformer", "scheduler", "safety_checker", "feature_extractor", "image_encoder")
 
 
@@ -113,11 +114,23 @@ def prompts(texts, cfg, device):
     """B str -> dict of text (B, L, D), and pooled or text_mask where the pipeline has them, in its type."""
     with using(cfg, device, TEXTS) as found:
         sd = "Diffusion" in found.kind
-        own = dict(do_classifier_free_guidance=False) if sd else dict(max_sequence_length=512)
+        own = dict(do_classifier_free_guidance=False) if sd else dict(max_sequence_length=LENGTH)
         text, other, *more = found.pipe.encode_prompt(list(texts), device=device, num_images_per_prompt=1,
                                                       **own)
         other, key = more[0] if sd and more else other, "text_mask" if "Qwen" in found.kind else "pooled"
         return dict(text=text) if other is None else {"text": text, key: other.to(text)}
+
+
+def cut(texts, cfg):
+    """[a line on how many of the texts are longer than what the encoders take], [] if none is."""
+    pipe = load(cfg["encoders"], cfg["encoder_dtype"], cfg["offline"]).pipe if texts else None
+    found = [tokenizer for part in ("tokenizer", "tokenizer_2") if (tokenizer := getattr(pipe, part, None))]
+    long = {}
+    for tokenizer in found:
+        limit = min(tokenizer.model_max_length, LENGTH)
+        long[limit] = sum(len(ids) > limit for ids in tokenizer(list(texts)).input_ids)
+    told = [f"{n} are cut to {limit} tokens" for limit, n in long.items() if n]
+    return [f"WARNING: of {len(texts)} texts looked at {', '.join(told)}"] if told else []
 
 
 def negative(cfg, device):

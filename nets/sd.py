@@ -211,7 +211,8 @@ class UNet(Net):
     def run(self, x, times, cond, tap):
         """cond: text (B, L, text_dim); text_mask (B, L), 0 = a token that is not seen (the public pipelines
         give none); with pooled_dim also pooled (B, pooled_dim) and time_ids (B, 6), in pixels: height and
-        width of the original, top and left of its crop, height and width asked for (1024, uncropped)."""
+        width of the original, top and left of its crop, height and width asked for; none = as the public
+        pipeline has them, both sizes those of x, at the VAE's 8 pixels a row, uncropped."""
         pooled = dict(pooled=self.pooled_dim) if self.pooled_dim else {}
         text, *pooled = self.need(cond, text=self.text_dim, **pooled)
         bias, embed = None, lambda t, n: sin_emb(t, n, self.dtype)           # noqa: E731
@@ -220,7 +221,9 @@ class UNet(Net):
         e = self.time_embedding(embed(1000 * times[0], self.width))                              # (B, E)
         emb = e
         if self.pooled_dim:
-            ids = cond.get("time_ids", x.new_tensor([[1024, 1024, 0, 0, 1024, 1024]]).expand(len(x), 6))
+            height, width = (8.0 * n for n in x.shape[2:])
+            size = torch.tensor([[height, width, 0, 0, height, width]], device=x.device).expand(len(x), 6)
+            ids = cond.get("time_ids", size)
             ids = rearrange(embed(ids.reshape(-1), self.id_dim), "(b n) d -> b (n d)", n=6)
             emb = emb + self.add_embedding(torch.cat([*pooled, ids], dim=1))
         if len(times) > 1:

@@ -161,7 +161,8 @@ def test_at_r_0_the_target_is_the_data_itself_and_two_passes_do(name, changes, m
     assert torch.equal(f_r[~zero], second[~zero])
 
 @pytest.mark.parametrize("name, changes, below", [
-    ("cm", {}, 0), ("tcm", dict(stage1=""), 0), ("tcm", {}, 0), ("tcm", dict(t_max=1 + 1e-13), 1e-12)])
+    ("cm", {}, 0), ("tcm", dict(stage1=""), 0), ("tcm", {}, 0),
+    ("tcm", dict(t_max=1 + 1e-13, t_list=()), 1e-12)])
 def test_equal_inputs_have_no_loss_under_dropout_as_all_passes_share_masks(name, changes, below, monkeypatch):
     """below: so close to t' that x_r is x_t, with stage 1's net, of the same weights, for the target."""
     method, cfg = setup(name, dropout=0.5, tail_t_dist="uniform", **changes) if below else (
@@ -173,7 +174,8 @@ def test_equal_inputs_have_no_loss_under_dropout_as_all_passes_share_masks(name,
     assert one_step(method, nets, cfg, 0)[0] > 0
 
 BOTH = [(dict(loss_weight="gaps"), "'gaps'"), (dict(ratio_cap=1.0), "--ratio_cap"), (dict(q=1.0), "--q"),
-        (dict(t_list=(80.0, 90.0)), "--t_list"), (dict(t_dist="logits"), "'logits'")]
+        (dict(t_list=(80.0, 90.0)), "--t_list"), (dict(t_dist="logits"), "'logits'"),
+        (dict(t_list=(80.0, 2.0), t_max=79.0), "at most 79 (--t_max)")]
 OWN = dict(
     cm=[(dict(distill=True), "needs a teacher"), (dict(guidance=2.0), "needs --distill true"),
         (dict(mapping="grid", net="toy:tiny,schedule=rf", t_dist="uniform"), "'grid'"),

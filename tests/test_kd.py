@@ -80,7 +80,8 @@ def test_what_is_there_is_kept_and_a_folder_made_otherwise_is_refused(tmp_path, 
     for option, words in (("--guidance=2", "with guidance 1.0, not 2.0"), ("--seed=1", "with seed 0"),
                           ("--pairs=51", "with pairs 50"), ("--path_t=80", "with path_t"),
                           ("--pairs=1", "--pairs 1 must"),
-                          (f"--teacher={other}", "with weights"), ("--path_t=2,3", "descending"),
+                          (f"--teacher={other}", "with weights"), ("--path_t=2,3", "--path_t 2,3 must"),
+                          ("--path_t=1001", "at most 1000 (schedule edm)"),
                           ("--solver=rk4", "solver 'rk4' is not known")):
         refused(make, folder, option, says=[words])
     assert make(folder) == whole
@@ -207,7 +208,11 @@ def test_a_student_samples_by_its_target_with_its_own_steps(monkeypatch):
 def test_a_run_on_pairs_of_the_digits_is_scored_also_without_them(capsys):
     method, cfg = setup("kd", max_iter=2, steps=4, target="next", val_every=2, sample_every=2)
     folder = run.run(method, cfg).folder
+    out = capsys.readouterr().out
+    assert "WARNING" not in out and f"score it: python evaluate.py {folder}" in out
+    torch.save({k: v + 1 for k, v in torch.load(cfg["teacher"]).items()}, folder / "other.pth")
+    run.run(method, cfg | dict(name="other", max_iter=1, teacher=str(folder / "other.pth")))
+    assert f"are of --net toy:tiny --teacher {cfg['teacher']}, other weights" in capsys.readouterr().out
     shutil.rmtree(cfg["data"])
     evaluate.main([str(folder), "--samples=20", "--seeds=1"])
-    out = capsys.readouterr().out
-    assert "(kd): 20 samples" in out and f"score it: python evaluate.py {folder}" in out
+    assert "(kd): 20 samples" in capsys.readouterr().out

@@ -203,7 +203,8 @@ def dmd2(**changes):
     return SimpleNamespace(method=method, cfg=cfg, nets=nets, **phases(method, cfg),
                            step=lambda it: one_step(method, nets, cfg, it))
 
-def test_dmd2_counts_its_turns_also_over_a_resume_and_its_ema_moves_on_the_students(outputs, monkeypatch):
+def test_dmd2_counts_its_turns_also_over_a_resume_and_its_ema_moves_on_the_students(
+        outputs, monkeypatch, capsys):
     turns = [load("dmd2").phase(it, dict(update_ratio=5)) for it in range(60)]
     assert turns == (["fake"] * 5 + ["student"]) * 10   # the students come last
     refused(dmd2, update_ratio=0, says=["update_ratio 0 must be at least 1"])
@@ -215,6 +216,9 @@ def test_dmd2_counts_its_turns_also_over_a_resume_and_its_ema_moves_on_the_stude
     states = [saved(outputs / "dmd2", n) for n in range(1, 21)]
     assert [states[n]["counts"] for n in (12, 19)] == [dict(student=2, fake=11), dict(student=3, fake=17)]
     assert [n for n in range(1, 20) if differing(states[n - 1]["emas"], states[n]["emas"])] == [5, 11, 17]
+    assert "WARNING" not in capsys.readouterr().out
+    run.run(method, cfg | dict(name="short", max_iter=5))
+    assert "--max_iter 5 ends before the first turn of phase 'student'" in capsys.readouterr().out
 
 def test_dmd2_pulls_nowhere_while_the_fake_score_is_the_teacher():
     d = dmd2(gan_weight=0.0)

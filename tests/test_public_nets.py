@@ -176,7 +176,7 @@ def unet(size, mult=(1, 2, 2), **options):
     diffusers, config = pytest.importorskip("diffusers"), golden_recipe.load(size)[0]["config"]
     torch.manual_seed(0)
     reference = diffusers.UNet2DConditionModel(
-        **config | dict(block_out_channels=[32 * m for m in mult], sample_size=128))
+        **config | dict(block_out_channels=[32 * m for m in mult], sample_size=8))
     net = make_net(f"sd:{size}", **SDS[size] | dict(mult=mult) | options)
     net.load_state_dict(reference.state_dict())
     return diffusers, reference.eval(), net.eval()
@@ -217,25 +217,33 @@ def test_sd_equals_diffusers_at_another_size_and_each_condition_counts(size, mul
         sizes = [cond | dict(time_ids=torch.full((3, 6), pixels)) for pixels in (1023.0, 1024.0)]
         assert not torch.equal(*(net.bfloat16()(x, t, c) for c in sizes))
 
+def scheduler(name, **changes):
+    """That of the public pipeline."""
+    betas = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
+                 timestep_spacing="leading")
+    shift, flow = dict(use_dynamic_shifting=True, base_shift=0.5), "FlowMatchEulerDiscreteScheduler"
+    kind, own = dict(
+        sd15=("PNDMScheduler", betas | dict(skip_prk_steps=True, set_alpha_to_one=False)),
+        sdxl=("EulerDiscreteScheduler", betas), flux=(flow, shift | dict(max_shift=1.15)),
+        qwen=(flow, shift | dict(max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)))[name]
+    return getattr(pytest.importorskip("diffusers"), kind)(**own | changes)
+
 @pytest.mark.parametrize("size, pred, steps, guidance", [
     ("sd15", "eps", 1, 1.0), ("sd15", "eps", 3, 1.0), ("sd15", "eps", 7, 5.0), ("sd15", "v", 6, 3.0),
     ("sdxl", "eps", 3, 1.0), ("sdxl", "eps", 7, 5.0), ("sdxl", "v", 6, 3.0)])
 @torch.no_grad()
 def test_sd_teacher_samples_as_the_public_pipeline(size, pred, steps, guidance):
     diffusers, reference, net = unet(size, pred=pred)
-    betas = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
-                 timestep_spacing="leading", prediction_type=dict(eps="epsilon", v="v_prediction")[pred])
+    kind = dict(eps="epsilon", v="v_prediction")[pred]
     draw = lambda: dict(prompt_embeds=torch.randn(2, 7, 24), pooled_prompt_embeds=torch.randn(2, 16))
     z, absent, given, negative = torch.randn(2, 4, 8, 8), ["vae", "text_encoder", "tokenizer"], draw(), draw()
     cond, uncond = (dict(zip(("text", "pooled"), each.values())) for each in (given, negative))
     if size == "sd15":
-        scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **betas)
         make, absent = diffusers.StableDiffusionPipeline, absent + ["safety_checker", "feature_extractor"]
         del given["pooled_prompt_embeds"], negative["pooled_prompt_embeds"]
     else:
-        scheduler = diffusers.EulerDiscreteScheduler(**betas)
         make, absent = diffusers.StableDiffusionXLPipeline, absent + ["text_encoder_2", "tokenizer_2"]
-    pipeline = make(**dict.fromkeys(absent), unet=reference, scheduler=scheduler)
+    pipeline = make(**dict.fromkeys(absent), unet=reference, scheduler=scheduler(size, prediction_type=kind))
     pipeline.set_progress_bar_config(disable=True)
     want = pipeline(**given, **{f"negative_{k}": v for k, v in negative.items()}, latents=z.clone(),
                     num_inference_steps=steps, guidance_scale=guidance, output_type="latent").images
@@ -282,28 +290,26 @@ def test_flux_and_qwen_image_equal_the_reference(name):
     assert near(tokens(got["out"]), want["out"], tolerance) and len(features) == net.n_taps
     assert all(near(tap.flatten(2).mT, want[key], tolerance) for tap, key in zip(got["taps"], features))
 
+PAIR = dict(x_shape=(8, 4, 4), dim=48, heads=3, axes=(4, 4, 8), text_dim=20)
+PAIRS = dict(flux=PAIR | dict(depth=1, single_depth=3, pooled_dim=12), qwen=PAIR | dict(depth=2))
+
 def pair(name):
     """Of diffusers, with random weights: the transformer, a pipeline around it; ours with these weights."""
     diffusers, heads = pytest.importorskip("diffusers"), dict(attention_head_dim=16, num_attention_heads=3)
-    sizes, ours = dict(joint_attention_dim=20, axes_dims_rope=(4, 4, 8), in_channels=32, **heads), dict(
-        x_shape=(8, 4, 4), dim=48, heads=3, axes=(4, 4, 8), text_dim=20)
+    sizes = dict(joint_attention_dim=20, axes_dims_rope=(4, 4, 8), in_channels=32, **heads)
     torch.manual_seed(0)
-    kw = dict(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
     if name == "flux":
         ref = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=3, pooled_projection_dim=12,
                                                guidance_embeds=True, **sizes)
-        ours |= dict(depth=1, single_depth=3, pooled_dim=12)
         pipe = diffusers.FluxPipeline(None, None, None, None, None, None, ref)
     else:
         ref = diffusers.QwenImageTransformer2DModel(num_layers=2, out_channels=8, **sizes)
-        ours |= dict(depth=2)
-        kw |= dict(max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)
         pipe = diffusers.QwenImagePipeline(None, None, None, None, ref)
-    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**kw)
+    pipe.scheduler = scheduler(name)
     pipe.set_progress_bar_config(disable=True)
     for p in ref.parameters():
         p.data.add_(0.1 * torch.randn_like(p))
-    net = make_net(FLOW[name][0], **ours)
+    net = make_net(FLOW[name][0], **PAIRS[name])
     net.load_state_dict(ref.state_dict())
     return ref.eval(), pipe, net.eval()
 

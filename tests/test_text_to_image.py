@@ -3,30 +3,41 @@ import io
 import json
 import sys
 import tarfile
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import common
 import data
+import golden_recipe
+import logs
 import run
 import sample
+import startup
 import trainer
 from nets import encoders
+from nets.layers import unpack
+from test_public_nets import PAIRS, SDS, near, pair, scheduler, tokens
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("webdataset")
 sys.path.insert(0, str(trainer.ROOT / "tools"))
-import encode  # noqa: E402
+import encode, export  # noqa: E401, E402
 
 WORDS = "a b c cat dog red blue on the mat".split()
-NETS = dict(
-    sdxl="sd:sdxl,x_shape=(4,8,8),width=16,mult=(1,2),depths=(0,1),heads=(2,2),groups=4,layers=1,text_dim=40,"
-         "pooled_dim=24,id_dim=8",
-    flux="flux:dev,x_shape=(4,8,8),depth=1,single_depth=1,dim=32,heads=2,axes=(4,6,6),text_dim=16,"
-         "pooled_dim=16")
+CHANNELS = dict(sd15=4, sdxl=4, flux=8, qwen=8)         # of latents; all are 8 pixels high and wide
+LESS = dict(layers=1, mult=(1, 2))                      # two levels of the three
+NETS = dict(sd15=("sd:sd15", SDS["sd15"] | LESS | dict(depths=(1, 1), heads=(4, 4))),
+            sdxl=("sd:sdxl", SDS["sdxl"] | LESS | dict(depths=(0, 2), heads=(2, 4))),
+            flux=("flux:dev", PAIRS["flux"]), qwen=("qwen_image:base", PAIRS["qwen"]))
+for name, (spec, size) in NETS.items():
+    size = size | dict(x_shape=(CHANNELS[name], 8, 8))
+    NETS[name] = ",".join([spec, *(f"{k}={v}" for k, v in size.items())])
 
 def clip(kind, size):
     config = transformers.CLIPTextConfig(
@@ -44,28 +55,57 @@ def t5():
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), *(("▁" + w, -2.0) for w in WORDS)]
     pieces += [(chr(i), -5.0) for i in range(97, 123)] + [("▁", -4.0)]
     tokenizer = transformers.T5TokenizerFast(vocab=pieces, extra_ids=0)
-    config = transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    config = transformers.T5Config(vocab_size=64, d_model=20, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
     return tokenizer, transformers.T5EncoderModel(config).eval()
+
+def qwen():
+    letters = [chr(i) for i in range(33, 127)] + ["\u0120", "\u010a"]        # a blank, a new line
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = transformers.Qwen2Tokenizer({piece: i for i, piece in enumerate(words + letters)}, [])
+    tokenizer.add_special_tokens(dict(additional_special_tokens=words[1:]))
+    tiny = dict(hidden_size=20, intermediate_size=32)
+    turns = dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 2, 2])
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=tiny | dict(vocab_size=128, num_hidden_layers=2, num_attention_heads=2,
+                                num_key_value_heads=2, rope_parameters=turns),
+        vision_config=tiny | dict(depth=1, num_heads=2, out_hidden_size=20))
+    return tokenizer, transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+
+def qwen_vae():
+    return diffusers.AutoencoderKLQwenImage(
+        base_dim=8, z_dim=8, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
+        latents_mean=[i / 10 for i in range(1, 9)], latents_std=[float(i) for i in range(1, 9)]).eval()
 
 def pipeline(name):
     torch.manual_seed(0)
+    steps, latents = scheduler(name), CHANNELS[name]
+    if name in SDS:
+        config = golden_recipe.load(name)[0]["config"] | dict(layers_per_block=1)
+        two = {k: v[-2:] if k.startswith("up_") else v[:2] for k, v in config.items() if type(v) is list}
+        net = diffusers.UNet2DConditionModel(**config | two).eval()
+    else:
+        net = pair(name)[0]
+    if name == "qwen":
+        return diffusers.QwenImagePipeline(steps, qwen_vae(), *qwen()[::-1], net)
     vae = diffusers.AutoencoderKL(
-        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4,
+        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=latents,
         up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4, scaling_factor=0.13, sample_size=16,
         shift_factor=0.1 if name == "flux" else None)
+    first = clip("CLIPTextModel", dict(sd15=24, sdxl=8, flux=12)[name]), clip_tokenizer()
+    if name == "sd15":
+        return diffusers.StableDiffusionPipeline(vae, *first, net, steps, None, None,
+                                                 requires_safety_checker=False)
     if name == "sdxl":
         return diffusers.StableDiffusionXLPipeline(
-            vae, clip("CLIPTextModel", 16), clip("CLIPTextModelWithProjection", 24), clip_tokenizer(),
-            clip_tokenizer(), unet=None, scheduler=diffusers.EulerDiscreteScheduler())
-    tokenizer, text = t5()
-    return diffusers.FluxPipeline(diffusers.FlowMatchEulerDiscreteScheduler(), vae, clip("CLIPTextModel", 16),
-                                  clip_tokenizer(), text, tokenizer, transformer=None)
+            vae, first[0], clip("CLIPTextModelWithProjection", 16), first[1], clip_tokenizer(), net, steps)
+    return diffusers.FluxPipeline(steps, vae, *first, *t5()[::-1], net)
 
 @pytest.fixture(scope="module", params=NETS)
 def made(request, tmp_path_factory):
     """(name, pipeline, its folder, a tar of 8 captioned images, a few pixels more than the net takes)."""
     folder, rng = tmp_path_factory.mktemp(request.param), np.random.default_rng(0)
     pipe = pipeline(request.param)
+    pipe.set_progress_bar_config(disable=True)
     pipe.save_pretrained(folder / "pipe")
     with tarfile.open(folder / "000.tar", "w") as tar:
         for i in range(8):
@@ -84,10 +124,25 @@ def settings(made, **changes):
     return trainer.defaults | run.TINY | dict(net=NETS[name], data=str(tar), encoders=pipe, offline=True,
                                               encoder_dtype="", classes=0, batch_size=4) | changes
 
-def precompute(made, out, *more):
+def arguments(made, out, *more):
     name, _, pipe, tar = made
-    encode.main([f"--net={NETS[name]}", f"--data={tar}", f"--encoders={pipe}", f"--out={out}", "--shard=3",
-                 "--offline=1", "--device=cpu", "--encoder_dtype=", "--batch_size=2", "--classes=0", *more])
+    return [f"--net={NETS[name]}", f"--data={tar}", f"--encoders={pipe}", f"--out={out}", "--shard=3",
+            "--offline=1", "--device=cpu", "--encoder_dtype=", "--batch_size=2", "--classes=0", *more]
+
+def precompute(*args):
+    encode.main(arguments(*args))
+
+def official(pipe, prompts, negative, z):
+    """Latents of the pipeline from z after two steps at guidance 3."""
+    kw = dict(prompt=prompts, num_inference_steps=2, output_type="latent")
+    if hasattr(pipe, "unet"):
+        if hasattr(pipe, "text_encoder_2"):             # this VAE halves, SDXL's own makes 8 pixels one
+            kw |= dict(original_size=(64, 64), target_size=(64, 64))
+        negative = [negative] * len(prompts) if negative else None
+        return pipe(latents=z.clone(), guidance_scale=3.0, negative_prompt=negative, **kw).images
+    negative = [negative or ("" if hasattr(pipe, "text_encoder_2") else " ")] * len(prompts)
+    found = pipe(latents=tokens(z), height=16, width=16, true_cfg_scale=3.0, negative_prompt=negative, **kw)
+    return unpack(found.images, 4)
 
 def test_captions_are_encoded_as_by_the_official_pipeline(made):
     name, pipe, *_ = made
@@ -95,27 +150,39 @@ def test_captions_are_encoded_as_by_the_official_pipeline(made):
     cond, uncond = encoders.conditions([0, 0, 0], cfg, "cpu", dict(caption=texts))
     how = dict(device="cpu", num_images_per_prompt=1)
     with torch.no_grad():
-        if name == "sdxl":
-            how["do_classifier_free_guidance"] = True
-            text, blank, pooled, no_pooled = pipe.encode_prompt(texts, **how)
+        if hasattr(pipe, "unet"):
+            wanted = zip(*[iter(pipe.encode_prompt(texts, do_classifier_free_guidance=True, **how))] * 2)
+        elif name == "flux":
+            wanted = zip(*(pipe.encode_prompt(t, None, **how)[:2] for t in (texts, [""])))
         else:
-            (text, pooled, _), (blank, no_pooled, _) = (pipe.encode_prompt(t, None, **how)
-                                                        for t in (texts, [""]))
-    wanted = dict(text=text, pooled=pooled), dict(text=blank, pooled=no_pooled)
-    for ours, want in zip((cond, uncond), wanted):
-        assert all(torch.equal(ours[k], v.expand_as(ours[k])) for k, v in want.items())
+            (text, mask), (blank, _) = (pipe.encode_prompt(t, **how) for t in (texts, [" "]))
+            wanted = (text, blank), (mask, torch.ones(blank.shape[:2]))
+    for key, want in zip(("text", "text_mask" if name == "qwen" else "pooled"), wanted, strict=False):
+        for ours, v in zip((cond[key], uncond[key]), want):
+            n = v.shape[1]                              # Qwen-Image's texts are padded to the longest
+            assert torch.equal(ours[:, :n], v.to(ours).expand(3, *v.shape[1:])) and not ours[:, n:].any()
+    assert {*cond} == {"label", "text", *dict(sd15=[], qwen=["text_mask"]).get(name, ["pooled"])}
+    told = dict(qwen="1 are cut to 512", flux="2 are cut to 77 tokens, 1 are cut to 512")
+    assert encoders.cut([*texts, "a b " * 256], cfg) == [
+        f"WARNING: of 4 texts looked at {told.get(name, '2 are cut to 77')} tokens"]
+    assert encoders.cut(texts[:2], cfg) == []
     other = encoders.conditions([0, 0, 0], cfg, "cpu", dict(caption=texts, negative=["dog"] * 3))[1]
     assert not torch.equal(other["text"], uncond["text"]) and torch.equal(other["text"][0], other["text"][2])
 
 def test_latents_are_those_of_the_pipelines_scale_and_come_back(made):
     name, pipe, *_ = made
     cfg, x = settings(made), torch.rand(2, 3, 16, 16) * 2 - 1
+    shift, scale, frames = dict(flux=(0.1, 0.13, ())).get(name, (0.0, 0.13, ()))
+    if name == "qwen":
+        scale = 1 / torch.arange(1.0, 9)[:, None, None]
+        shift, frames = 0.1 / scale, (1,)
     with torch.no_grad():
-        dist, c = pipe.vae.encode(x).latent_dist, pipe.vae.config
-        z = (dist.mean - (c.shift_factor or 0)) * c.scaling_factor
-        want = pipe.vae.decode(z / c.scaling_factor + (c.shift_factor or 0)).sample
-    mean, std = encoders.moments(x, cfg, "cpu").chunk(2, 1)
-    assert torch.allclose(mean, z, atol=1e-6) and torch.allclose(std, dist.std * c.scaling_factor, atol=1e-6)
+        dist = pipe.vae.encode(x.reshape(2, 3, *frames, 16, 16)).latent_dist
+        mean, std = (v.reshape(2, -1, 8, 8) for v in (dist.mean, dist.std))
+        z = (mean - shift) * scale
+        want = pipe.vae.decode((z / scale + shift).reshape(2, -1, *frames, 8, 8)).sample.reshape(x.shape)
+    got = encoders.moments(x, cfg, "cpu")
+    assert torch.allclose(got, torch.cat([z, std * scale], 1), atol=1e-6)
     assert (encoders.decode(z, cfg).int() - (want * 127.5 + 128).clip(0, 255).int()).abs().max() <= 1
 
 def test_training_data_are_the_same_encoded_in_the_loop_or_before(made, tmp_path):
@@ -137,35 +204,68 @@ def test_training_data_are_the_same_encoded_in_the_loop_or_before(made, tmp_path
     assert (own["x0"] - stored["x0"]).abs().max() < 2e-3                     # float16
     for part in "cond", "uncond":
         assert all(torch.allclose(stored[part][k], v, atol=1e-5) for k, v in own[part].items())
+    before = startup.fingerprint(cfg, loader.dataset)
+    loader.dataset.uncond["text"] += 1
+    assert startup.fingerprint(cfg, loader.dataset)["crc"] != before["crc"]
 
-def test_dmd2_trains_stops_and_resumes_bit_for_bit_on_captions_and_on_tars(made, tmp_path):
+@pytest.mark.parametrize("made", ["sdxl"], indirect=True)
+def test_two_ranks_finish_what_a_killed_run_began_as_one_makes_it(made, tmp_path, monkeypatch):
+    precompute(made, tmp_path / "one")
+    packed, calls = encode.packed, []
+    def dies(*args):
+        calls.append(args)
+        return packed(*args) if len(calls) < 5 else 1 / 0       # uncond, shard 0, then in shard 1
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(encode, "packed", dies)
+        precompute(made, tmp_path / "two")
+    one, two = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    assert len(one) == 8 and {*two} == {"meta.json", "uncond.safetensors", "0000000.tar", "0000000.crc"}
+    run.ranks(2, encode.main, arguments(made, tmp_path / "two"))
+    assert {f.name: f.read_bytes() for f in (tmp_path / "two").iterdir()} == one
+
+def test_dmd2_trains_resumes_samples_as_the_pipeline_and_exports_from_captions_and_tars(
+        made, tmp_path, monkeypatch):
     precompute(made, tmp_path / "tars")
-    method, states = run.load("dmd2"), {}
-    given = settings(made, encoder_dtype="bf16", guidance=3.0, update_ratio=1, max_iter=3, save_every=1,
-                     val_every=3, sample_every=3, gan_taps=(1,), t_list=(), t_dist="uniform", t_min=0.02,
-                     t_max=0.9, dm_t_dist="uniform", dm_t_min=0.02, dm_t_max=0.9)
+    (name, pipe, path, _), method, states = made, run.load("dmd2"), {}
+    given = settings(made, guidance=3.0, update_ratio=1, max_iter=3, save_every=1, val_every=3, lr=0.01,
+                     sample_every=3, gan_taps=(1,), t_list=(), t_dist="uniform", t_min=0.02, t_max=0.9,
+                     dm_t_dist="uniform", dm_t_min=0.02, dm_t_max=0.9, teacher=path)
     given = {k: v for k, v in given.items() if v != trainer.defaults.get(k)}
-    sources = dict(loop={}) if made[0] == "sdxl" else {}
-    for name, data_ in (sources | dict(tars=dict(data=str(tmp_path / "tars")))).items():
+    sources = dict(loop=dict(encoder_dtype="bf16", sample_every=0)) if name == "sdxl" else {}
+    for source, data_ in (sources | dict(tars=dict(data=str(tmp_path / "tars")))).items():
         for stops in (3,), (1, 3):
             for stop in stops:
-                cfg = run.config(method, **given | data_, name=f"{name}{len(stops)}", stop_at=stop)
+                cfg = run.config(method, **given | data_, name=f"{source}{len(stops)}", stop_at=stop)
                 result = run.run(method, cfg)
-            states[name, len(stops)] = run.saved(result.folder, 3)
-        whole, resumed = states[name, 1], states[name, 2]
-        assert whole["counts"] == dict(fake=2, student=1) and (result.folder / "samples/0000003.png").exists()
+            states[len(stops)] = run.saved(result.folder, 3)
+        whole, resumed = states[1], states[2]
+        assert whole["counts"] == dict(fake=2, student=1)
         for part in "nets", "emas", "optims":
             assert not run.differing(whole[part], resumed[part])
+    assert (result.folder / "samples/0000003.png").exists()
+    # the teacher's samples are the pipeline's
     (tmp_path / "prompts.txt").write_text("a red circle\n\na blue one\n")
-    for text, more in ((str(tmp_path / "prompts.txt"), []), ("a red circle", ["--negative", "a blue one"])):
-        args = ["--prompts", text, "--encoders", made[2], "--net=teacher", "--steps=2", "--seeds=0-2"]
-        out = ["--guidance", "3", "--out", str(tmp_path / f"out{len(more)}")]
-        sample.main([str(result.folder), *args, *more, *out])
-    pixels = [[np.asarray(Image.open(tmp_path / out / f"{i:07d}.png")) for i in range(3)]
-              for out in ("out0", "out2")]
-    for a, b in zip(*pixels):       # another prompt, or another negative one; a fresh flux has its gates shut
-        assert np.array_equal(a, b) == (made[0] == "flux")
+    drawn = run.spy(monkeypatch, encoders, "decode")
+    z = common.noise_fn(0, range(3), (CHANNELS[name], 8, 8), "cpu")(0)
+    for told, negative in (["a red circle", "a blue one"], ""), (["a red circle"], "a blue one"):
+        text = tmp_path / "prompts.txt" if len(told) > 1 else told[0]
+        sample.main([str(result.folder), f"--prompts={text}", f"--encoders={path}", "--net=teacher",
+                     "--steps=2", "--seeds=0-2", f"--negative={negative}", f"--out={tmp_path}/{len(told)}"])
+        want = official(pipe, [told[i % len(told)] for i in range(3)], negative, z)
+        assert near(drawn[-1][0][0], want, 1e-5 * want.abs().max())
+        assert (tmp_path / f"{len(told)}/0000002.png").exists()
+    assert not near(drawn[-2][0][0], want, 1e-3 * want.abs().max())
     run.refused(sample.main, [str(result.folder)], says=["--prompts"])
+    # the exported student is the pipeline's net
+    export.main([f"{result.folder}#student", f"{tmp_path}/out"])
+    part = "unet" if hasattr(pipe, "unet") else "transformer"
+    other = type(pipe.components[part]).from_pretrained(tmp_path / "out")
+    net = sample.load_net(sample.load_run(result.folder), "student", "cpu")
+    texts = dict(caption=told * 3, negative=[negative] * 3)
+    cond, uncond = encoders.conditions([-1] * 3, cfg | dict(encoders=path), "cpu", texts)
+    own = sys.modules[type(net).__module__].teacher_sample(net, lambda k: z, cond, 2, uncond, 3.0)
+    got = official(type(pipe)(**pipe.components | {part: other}), told * 3, negative, z)
+    assert near(own, got, 1e-5 * got.abs().max()) and not near(own, want, 1e-3 * want.abs().max())
 
 def test_tars_are_mapped_filtered_and_refused(made, tmp_path):
     keys = "image=jpg;png", "caption=txt", "json=json"
@@ -185,26 +285,28 @@ def test_tars_are_mapped_filtered_and_refused(made, tmp_path):
 def test_a_folder_of_captioned_images_is_cut_to_the_net(made, tmp_path):
     for i in range(4):
         Image.new("L" if i else "RGB", (40, 20 + i), 50 * i).save(tmp_path / f"{i}.png")
-        (tmp_path / f"{i}.txt").write_text(f"cat {'a ' * i}\n")
+        (tmp_path / f"{i}.txt").write_text(f"cat {'a ' * 30 * i}\n")
     cfg = settings(made, data=str(tmp_path))
+    plan = SimpleNamespace(dataset=data.load(cfg), turns=Counter())
+    cut = ["WARNING: of 4 texts looked at 1 are cut to 77 tokens"] * (made[0] != "qwen")
+    assert logs.warnings(cfg, plan, {}, {}) == cut
+    assert logs.warnings(cfg | dict(encoders=""), plan, {}, {}) == []
+    before = startup.fingerprint(cfg, plan.dataset)
+    (tmp_path / "1.txt").write_text("dog")
+    assert startup.fingerprint(cfg, plan.dataset)["crc"] != before["crc"]
     raw = next(data.Loader(data.load(cfg), cfg))
-    assert raw["image"].shape == (4, 3, 16, 16) and sorted(raw["caption"])[0] == "cat"
+    assert raw["image"].shape == (4, 3, 16, 16) and sorted(raw["caption"])[::3] == ["cat", "dog"]
     (tmp_path / "2.txt").unlink()
     run.refused(lambda: next(data.Loader(data.load(cfg), cfg)), says=["2.txt"])
 
 def test_a_qwen_image_vae_alone_encodes_images_of_classes_and_texts_are_made_of_one_length(tmp_path):
-    torch.manual_seed(0)
-    vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
-        latents_mean=[0.1, 0.2, 0.3, 0.4], latents_std=[1.0, 2.0, 3.0, 4.0]).eval()
-    vae.save_pretrained(tmp_path)
+    qwen_vae().save_pretrained(tmp_path)
     cfg = settings(("flux", None, str(tmp_path), ""), classes=10)
     raw = dict(image=torch.randint(256, (2, 1, 16, 16)).byte(), label=torch.tensor([3, -1]), id=torch.ones(2))
     with torch.no_grad():
-        batch, x = encoders.encode(raw, cfg, "cpu"), raw["image"].float().expand(-1, 3, -1, -1) / 127.5 - 1
-        mean = vae.encode(x[:, :, None]).latent_dist.mean[:, :, 0]
-    want = (mean - torch.tensor([0.1, 0.2, 0.3, 0.4])[:, None, None]) / torch.arange(1, 5)[:, None, None]
-    assert torch.allclose(batch["x0"], want, atol=1e-5) and batch["cond"]["label"].tolist() == [3, -1]
+        batch = encoders.encode(raw, cfg, "cpu")
+    want = encoders.moments(raw["image"].expand(-1, 3, -1, -1), cfg, "cpu")[:, :8]
+    assert torch.equal(batch["x0"], want) and batch["cond"]["label"].tolist() == [3, -1]
     assert encoders.decode(batch["x0"], cfg).shape == (2, 3, 16, 16) and encoders.shapes(cfg) == (3, 16, 16)
     one, two = encoders.level(dict(text=torch.ones(2, 3, 4)), dict(text=torch.ones(1, 5, 4)))
     assert one["text"].shape == (2, 5, 4) and one["text_mask"].sum() == 6 and two["text_mask"].all()

@@ -16,15 +16,14 @@ import sample
 import trainer
 from common import make_net
 from run import differing, refused
-from test_public_nets import FLOW, SDS, pair, unet
+from test_public_nets import PAIRS, SDS, pair, unet
 
 @pytest.fixture(params=["flux", "sdxl"])
 def public(request, tmp_path, monkeypatch):
     """(diffusers' net, spec of ours, folder that diffusers wrote in four or more files)."""
     if request.param == "flux":
         reference, _, net = pair("flux")
-        spec, size = "flux:public", dict(FLOW["flux"][1], x_shape=(8, 4, 4), dim=48, heads=3, axes=(4, 4, 8),
-                                         text_dim=20, depth=1, single_depth=3, pooled_dim=12)
+        spec, size = "flux:public", PAIRS["flux"]
     else:
         _, reference, net = unet("sdxl")
         spec, size = "sd:public", importlib.import_module("nets.sd").sizes["sdxl"] | SDS["sdxl"]

@@ -77,6 +77,8 @@ def main(argv):
             blank = packed(encoders.negative(cfg, device), 0)
             files.write(folder / "uncond.safetensors", lambda f: f.write(blank))
     common.on_rank0(open_folder, group)
+    for line in encoders.cut(data.captions(found), cfg) if rank == 0 else ():
+        print(line)
     ids, made = range(len(found)), 0
     shards = [ids[i:i + cfg["shard"]] for i in range(0, len(ids), cfg["shard"])]
     for k in range(rank, len(shards), world):

@@ -108,7 +108,10 @@ def main(argv):
         model = dict(teacher=common.make_net(args.net, label_dim=found.classes))
     net = sample.frozen(model, dict(teacher=args.teacher), {args.teacher: ckpt.read(source)})["teacher"]
     path_t = [common.number("--path_t", t, 1e-6) for t in args.path_t.split(",")]
-    common.t_list(net.schedule, len(path_t), path_t)
+    limit = common.schedules[net.schedule][2]
+    if path_t != sorted({*path_t}, reverse=True) or path_t[0] > limit:
+        raise common.BadInput(f"--path_t {args.path_t} must be times that descend from at most {limit:g} "
+                              f"(schedule {net.schedule})")
     common.t_list(net.schedule, args.steps)
     common.number("--guidance", args.guidance)
     common.number("--seed", args.seed, 0)
