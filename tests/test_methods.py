@@ -77,7 +77,7 @@ def test_a_sample_keeps_shape_and_dtype_and_depends_on_seed_and_id_alone(name):
     for other in (draw([3], seed=4), draw([13])):       # 13: another id of the same class
         assert (other - x[3]).abs().max() > 0.01 * x.abs().max()
 
-def test_a_copied_file_runs_by_its_path_and_has_help_of_every_preset_and_a_dry_run(
+def test_a_copied_file_runs_by_its_path_and_shows_help_and_a_dry_run_of_every_preset(
         name, tmp_path, outputs, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(load(name).path.read_text() + '\nconfig["max_iter"] = 2\n')
@@ -86,6 +86,8 @@ def test_a_copied_file_runs_by_its_path_and_has_help_of_every_preset_and_a_dry_r
     for preset in (*getattr(method, "presets", {}), *recipes):
         train.main(["mine.py", f"--preset={preset}", "--help"])
         assert capsys.readouterr().out.count("\n  --") == len(cfg)
+        refused(train.main, ["mine.py", f"--preset={preset}", "--dry_run"], says=["does not exist"])
+        assert capsys.readouterr().out.count("\n* ") > 5        # what it sets is shown all the same
     keys = {*run.TINY, *run.EXTRA.get(name, {}), "teacher", "data"} - {"max_iter"}
     args = ["mine.py", *(f"--{key}={cfg[key]}" for key in keys)]
     train.main([*args, "--dry_run"])
