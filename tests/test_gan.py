@@ -210,17 +210,17 @@ def test_r1_of_a_linear_critic_is_the_size_of_its_gradient_at_any_noise(name):
     assert r1.item() == pytest.approx(0.1317, rel=0.05)
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, mean, size, tolerance, changes", [
-    *(("dmd2", 0.4, 8, 0.01, dict(guidance=w, gan_weight=0.0, gan_d_weight=0.0)) for w in (1.0, 2.0)),
-    *(("f_distill", 0.0, 2, 0.02, dict(divergence=d, ratio_bins=1, gan_weight=0.0))
+@pytest.mark.parametrize("name, mean, shape, tolerance, changes", [
+    *(("dmd2", 0.4, (256, 1, 8, 8), 0.01, dict(guidance=w, gan_d_weight=0.0)) for w in (1.0, 2.0)),
+    *(("f_distill", 0.0, (1024, 1, 2, 2), 0.02, dict(divergence=d, ratio_bins=1))
       for d in ("kl", "js", "sh", "neyman")),
-    *(("ladd", 0.0, 8, 0.03, dict(gan_loss=kind, lr=5e-3, lr_disc=2e-2)) for kind in ("softplus", "hinge"))])
-def test_a_toy_training_ends_at_the_gaussian_of_teacher_or_data(name, mean, size, tolerance, changes):
+    *(("ladd", 0.0, (256, 1, 8, 8), 0.03, dict(gan_loss=kind)) for kind in ("softplus", "hinge"))])
+def test_a_toy_training_ends_at_the_gaussian_of_teacher_or_data(name, mean, shape, tolerance, changes):
     """Of a teacher N(m, s^2), unconditionally N(0, s^2), guidance w makes N(w m, s^2)."""
-    rates = {} if name == "ladd" else dict(lr=1e-2, lr_fake=2e-2)
-    method, cfg, held, _ = gaussians(name, mean=mean, update_ratio=2, max_iter=1500, **rates, **changes)
+    own = dict(lr=5e-3, lr_disc=2e-2) if name == "ladd" else dict(lr=1e-2, lr_fake=2e-2, gan_weight=0.0)
+    method, cfg, held, _ = gaussians(name, mean=mean, update_ratio=2, max_iter=1500, **own, **changes)
     held |= dict(discriminator=Heads(2, 1, bias=False)) if name == "ladd" else {}
     target = pytest.approx([mean * cfg["guidance"], 0.5], abs=tolerance)
-    assert fit(method, cfg, held, 0.5, 256, 1, size, size) == target
+    assert fit(method, cfg, held, 0.5, *shape) == target
     if name != "ladd":
         assert [p.item() for p in held["fake_score"].parameters()] == target
