@@ -1,5 +1,4 @@
 """The contract of a method file, for every file in methods/ on nets/toy.py; what each refuses; SFT."""
-import itertools
 import math
 
 import pytest
