@@ -121,6 +121,14 @@ def gradients(nets):
     return {f"{n}.{k}": p.grad for n, net in nets.items() for k, p in net.named_parameters()
             if p.grad is not None}
 
+def one_step(method, nets, cfg, it, batch=None):
+    """Loss, logs and gradients of iteration `it` after a reseed, without an update."""
+    turn(nets, method.optimizers(nets, cfg), method.phase(it, cfg))
+    common.seed_default(0)
+    loss, logs = method.step(nets, batch or batch_of(cfg), it, cfg)
+    loss.backward()
+    return loss, logs, gradients(nets)
+
 def run(method, cfg):
     """Trains; -> nets (those of the trainer, with what they hold now), folder, lines of metrics.jsonl."""
     nets, build = {}, method.build
@@ -217,6 +225,4 @@ def child(rank, world, folder, env, check, args):
         result = check(*args), None
     except BaseException:
         result = None, traceback.format_exc()
-    temporary = Path(folder, f"temporary{rank}")
-    temporary.write_bytes(pickle.dumps(result))
-    temporary.rename(Path(folder, f"rank{rank}"))
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(result))

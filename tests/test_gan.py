@@ -1,4 +1,4 @@
-"""f_distill and LADD: closed forms on Gaussians: teacher N(0, 0.5^2), student N(0, 0.9^2) unless said."""
+"""DMD2, f_distill and LADD on Gaussians: teacher N(0, 0.5^2), student N(0, 0.9^2) unless said."""
 import math
 
 import pytest
@@ -6,9 +6,9 @@ import torch
 
 import common
 import run
+from gauss import Affine, Gauss, fit, labelled
 from nets.discriminators import DensityRatio
-from run import batch_of, differing, load, nets_of, phases, refused, saved, setup, spy, turn
-from test_methods import Affine, Gauss, labelled, one_step
+from run import batch_of, differing, load, nets_of, one_step, phases, refused, saved, setup, spy
 
 # f with D_f(p, q) = E_q[f(p / q)]; d D_f / dq of N(0, 0.8^2) against N(0, q^2) at q = 1, noised with
 # alpha 0.8, sigma 0.6; E_q[h] of teacher and student, noised alike
@@ -22,7 +22,7 @@ DIVERGENCES = dict(
     jf=(lambda r: (r - 1) * r.log(), 0.339057, 2.0))
 T = math.acos(0.8)                                      # trig: alpha 0.8, sigma 0.6
 AT = dict(t_list=(), t_dist="uniform", t_min=T, t_max=T + 1e-9)
-DM_AT = dict(dm_t_dist="uniform", dm_t_min=T, dm_t_max=T + 1e-9, gan_weight=0.0)
+DM_AT = dict(dm_t_dist="uniform", dm_t_min=T, dm_t_max=T + 1e-9)
 
 class Seen(Gauss):
     """Its features are its input."""
@@ -41,32 +41,74 @@ class Critic(torch.nn.Module):
         logits = (0.5 * math.log(v_q / v_p) + 0.5 * features[0] ** 2 * (1 / v_q - 1 / v_p)).flatten(1)
         return logits.sum(1, keepdim=True) if self.total else logits
 
-class Heads(torch.nn.Module):
+class Heads(torch.nn.Linear):
     """Learns a x^2 + b x of every element."""
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(2))
     def forward(self, features, cond=None):
         x = features[0].flatten(1)
-        return self.w[0] * x ** 2 + self.w[1] * x
+        return super().forward(torch.stack([x ** 2, x], dim=2))[:, :, 0]
 
-def gaussians(name, shape=(4096, 1, 1, 1), q=0.9, **changes):
+def gaussians(name, shape=(4096, 1, 1, 1), q=0.9, mean=0.0, **changes):
     """(method, cfg, nets, batch): a student q z, the exact scores and the exact critic."""
-    method, cfg = setup(name, **dict(AT, weight_decay=0.0) | changes)
+    at = dict(AT, weight_decay=0.0, lr_schedule="constant", warmup=0) | ({} if name == "ladd" else DM_AT)
+    method, cfg = setup(name, **at | changes)
     student, fake = Affine(0.0, q, "trig", learn=True), Seen(0.0, q, "trig", learn=True)
-    held = dict(student=student, teacher=Seen(0.0, 0.5, "trig"), fake_score=fake,
+    held = dict(student=student, teacher=Seen(mean, 0.5, "trig"), fake_score=fake,
                 discriminator=Critic(fake, name == "f_distill"), ratio=DensityRatio(1, 0.0))
     return method, cfg, held, labelled(0.5 * torch.randn(shape, generator=torch.manual_seed(0)))
 
-def tail(method, cfg, held, batch, n):
-    """Mean (std, mean) of the student over the last fifth of n iterations."""
-    opts, path = method.optimizers(held, cfg), []
-    for it in range(n):
-        turn(held, opts, method.phase(it, cfg))
-        method.step(held, batch | dict(x0=0.5 * torch.randn_like(batch["x0"])), it, cfg)[0].backward()
-        opts[method.phase(it, cfg)].step()
-        path.append((held["student"].std.item(), held["student"].mean.item()))
-    return torch.tensor(path[-n // 5:]).mean(0).tolist()
+# ---- DMD2
+def test_dmd2_has_five_turns_of_the_fake_score_before_each_of_the_student():
+    turns = [load("dmd2").phase(it, dict(update_ratio=5)) for it in range(60)]
+    assert turns == (["fake"] * 5 + ["student"]) * 10   # FastGen: 4, with the student first
+
+@pytest.mark.parametrize("q, slope", [(0.9, 0.254224), (0.5, 0.0)])
+def test_dmd2_student_gradient_is_the_closed_form_and_0_where_the_fake_score_is_the_teacher(q, slope):
+    """E[(F - T) z] = alpha^2 sigma^2 (q^2 - s^2) q / (V_q V_s), V_q = alpha^2 q^2 + sigma^2. w is the same
+    for every sample if a sample has many elements."""
+    method, cfg, held, batch = gaussians("dmd2", (64, 1, 64, 64), q, gan_weight=0.0)
+    common.seed_default(0)
+    method.step(held, batch, 5, cfg)[0].backward()
+    c = 0.8 * 0.25 / (0.64 * 0.25 + 0.36)               # T = c x_t, x - T = q (1 - c alpha) z - c sigma eps
+    gap = math.sqrt(2 / math.pi) * math.hypot(q * (1 - 0.8 * c), 0.6 * c)
+    assert held["student"].std.grad.item() == pytest.approx(slope / gap, rel=0.01)
+    assert held["fake_score"].std.grad is held["teacher"].std.grad is None
+
+@pytest.mark.parametrize("kind", ["simulation", "data"])
+def test_dmd2_multi_step_input_is_the_students_own_or_noised_data(kind):
+    """Under autocast every weight has a gradient: what was cast without one is not used again."""
+    method, cfg = setup("dmd2", steps=2, student_input=kind, gan_weight=0.0, t_list=(), update_ratio=1)
+    nets, ts, calls, exits = nets_of(method, cfg), common.t_list("edm", 2), [], set()
+    nets["fake_score"].out.weight.data.mul_(1.1)
+    nets["student"].register_forward_pre_hook(
+        lambda net, args: calls.append((torch.is_grad_enabled(), args[0].detach(), args[1].tolist())))
+    for it in range(1, 20, 2):
+        batch, inputs = batch_of(cfg, it), []
+        for x0 in (batch["x0"], 0 * batch["x0"]):
+            calls.clear()
+            with torch.autocast("cpu", torch.bfloat16):
+                grads = one_step(method, nets, cfg, it, batch | dict(x0=x0))[2]
+            assert len(grads) == len([*nets["student"].parameters()])
+            *before, (grad, x_t, t) = calls
+            inputs.append(x_t)
+        assert grad and not any(grad for grad, *_ in before)
+        assert torch.equal(*inputs) == (kind == "simulation")           # does it depend on the data?
+        if kind == "simulation":
+            assert [t for *_, t in calls] == [[ts[k]] * 8 for k in range(len(calls))]
+            assert len(before) == torch.randint(2, (), generator=common.shared_generator(cfg["seed"], it))
+        exits |= {*t}
+    assert exits == {*ts[:-1]}
+
+def test_dmd2_generates_alike_in_training_and_sampling_with_the_steps_it_was_trained_for():
+    """Backward simulation to the last step is the sampler: same noise, same result."""
+    method, cfg = setup("dmd2", steps=3)
+    batch, student = batch_of(cfg), nets_of(method, cfg)["student"]
+    it = next(i for i in range(99) if torch.randint(3, (), generator=common.shared_generator(0, i)) == 2)
+    common.seed_default(5)
+    x = method.generate(student, batch, it, cfg)
+    common.seed_default(5)
+    noise = common.train_noise(x.shape, "cpu")
+    assert torch.equal(x, method.sample(student, noise, batch, cfg, 3))
+    refused(method.sample, student, noise, batch, cfg, 4, says=["trained for 3 steps", "--steps 4"])
 
 # ---- f-distill
 def test_rkl_is_dmd2_bit_for_bit():
@@ -96,7 +138,8 @@ def test_h_makes_the_gradient_of_its_divergence(name):
 
 @pytest.mark.parametrize("name", [n for n in DIVERGENCES if n != "rkl"])
 def test_dm_is_weighed_by_h_of_the_ratio_at_its_own_noised_sample(name, monkeypatch):
-    method, cfg, held, batch = gaussians("f_distill", divergence=name, ratio_min=1e-6, ratio_max=1e6, **DM_AT)
+    method, cfg, held, batch = gaussians("f_distill", divergence=name, ratio_min=1e-6, ratio_max=1e6,
+                                         gan_weight=0.0)
     losses, noised, weight = spy(monkeypatch, common, "dmd_loss"), spy(monkeypatch, common, "add_noise"), {}
     for bins in (0, 1):
         method.step(held, batch, 5, cfg | dict(ratio_bins=bins))
@@ -123,10 +166,7 @@ def test_ratios_are_divided_by_running_means_that_move_with_gradients_only():
     for factor in (1.0, math.nan):                      # an empty bin stays, and what is not finite stays out
         net(factor * r, bins)
         assert net.means.tolist() == [1.5, 1, 1]
-    for changes, says in ((dict(ratio_ema=1.0), "decay 1.0"), (dict(ratio_bins=-1), "-1 bins"),
-                          (dict(ratio_min=0.0), "--ratio_min"), (dict(divergence="tv"), "js")):
-        method, cfg = setup("f_distill", **dict(ratio_bins=2) | changes)
-        refused(nets_of, method, cfg, says=[says])
+    refused(DensityRatio, 3, 1.0, says=["decay 1.0"])
 
 def train_f_distill(**changes):
     result = run.run(*setup("f_distill", ratio_bins=3, update_ratio=1, max_iter=8, lr_disc=0.1, **changes))
@@ -141,56 +181,46 @@ def test_its_means_survive_a_resume_are_the_same_on_every_rank_and_unmoved_by_va
     assert differing(ours, others) == [] and not torch.equal(ours["ratio"]["means"], torch.ones(3))
     assert "not the same on every rank" not in capsys.readouterr().out
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["kl", "js", "sh", "neyman"])
-def test_f_distill_converges_to_the_teachers_gaussian(name):
-    args = gaussians("f_distill", (256, 1, 2, 2), divergence=name, ratio_bins=1, lr=1e-2, lr_fake=2e-2,
-                     gan_d_weight=0.0, update_ratio=2, **DM_AT)
-    assert tail(*args, 1500) == pytest.approx([0.5, 0.0], abs=0.02)
-
-# ---- the GAN of LADD (and of DMD2)
+# ---- the GAN
+@pytest.mark.parametrize("name", ["dmd2", "ladd"])
 @pytest.mark.parametrize("kind, q, gan_d, gan_g, slope", [
     ("softplus", 0.5, 2 * math.log(2), math.log(2), 0.0), ("hinge", 0.5, 2.0, 0.0, 0.0),
     ("softplus", 0.9, 1.353747, None, 0.296919)])
-def test_the_exact_critic_has_its_known_losses_and_slope(kind, q, gan_d, gan_g, slope):
-    method, cfg, held, batch = gaussians("ladd", (4096, 1, 8, 8), q, gan_loss=kind, r1_weight=0.0)
+def test_the_exact_critic_has_its_known_losses_and_slope(name, kind, q, gan_d, gan_g, slope, monkeypatch):
+    same = kind == "hinge"                              # noise of real and of generated samples
+    method, cfg, held, batch = gaussians(name, (4096, 1, 8, 8), q, gan_loss=kind, gan_same_noise=same,
+                                         r1_weight=0.0)
     at = phases(method, cfg)
-    loss = method.step(held, batch, at["student"], cfg)[0]
-    loss.backward()                                     # through the teacher's features into the student
+    loss = method.step(held, batch, at["student"], cfg)[1]["gan_g"]
+    loss.backward()                                     # through the features into the student
     assert gan_g is None or loss.item() == pytest.approx(gan_g, abs=1e-6)
     assert held["student"].std.grad.item() == pytest.approx(slope, rel=0.01)
-    assert method.step(held, batch, at["fake"], cfg)[0].item() == pytest.approx(gan_d, rel=2e-3)
+    noised = spy(monkeypatch, common, "add_noise")
+    assert method.step(held, batch, at["fake"], cfg)[1]["gan_d"].item() == pytest.approx(gan_d, rel=2e-3)
+    (_, x, eps, _), (_, x0, eps_real, _) = noised[-2][0], noised[-1][0]
+    assert torch.equal(x0, batch["x0"]) and torch.equal(eps, eps_real) == same
 
 @pytest.mark.parametrize("name", ["dmd2", "f_distill", "ladd"])
 def test_r1_of_a_linear_critic_is_the_size_of_its_gradient_at_any_noise(name):
-    """0.01 |a|^2; FastGen, which moves the clean image, has (t^2 + 0.01) |a|^2."""
+    """0.01 |a|^2, |a|^2 = 13.17; FastGen, which moves the clean image, has (t^2 + 0.01) |a|^2."""
     features = {} if name == "ladd" else dict(gan_features="teacher")
     method, cfg, held, batch = gaussians(name, (8192, 1, 4, 4), r1_weight=1.0, **features)
-    scale = (13.17 / 16) ** 0.5                                     # |a|^2 is 13.17
-    linear = lambda features, cond=None: features[0].flatten(1).sum(1, keepdim=True) * scale
+    linear = lambda features, cond=None: (13.17 / 16) ** 0.5 * features[0].flatten(1).sum(1, keepdim=True)
     r1 = method.step(held | dict(discriminator=linear), batch, 0, cfg)[1]["r1"]
     assert r1.item() == pytest.approx(0.1317, rel=0.05)
 
-@pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("name", ["dmd2", "ladd"])
-def test_real_samples_share_the_noise_of_generated_ones_if_asked(name, same, monkeypatch):
-    method, cfg = setup(name, gan_same_noise=same, r1_weight=0.0)
-    held, noised = nets_of(method, cfg), spy(monkeypatch, common, "add_noise")
-    one_step(method, held, cfg, phases(method, cfg)["fake"])
-    (_, x, eps, t), (_, x0, eps_real, t_real) = noised[-2][0], noised[-1][0]
-    assert torch.equal(x0, batch_of(cfg)["x0"]) and not torch.equal(x, x0)
-    assert torch.equal(eps, eps_real) == torch.equal(t, t_real) == same
-
-def test_the_papers_noise_levels_of_rf_are_the_same_ratios_on_edm():
-    u = torch.linspace(0.02, 0.95, 50, dtype=torch.float64)
-    rf = common.t_quantile(u, "logitnormal", "rf", mean=1.0, std=1.0, t_max=1.0)
-    edm = common.t_quantile(u, "lognormal", "edm", mean=1.0, std=1.0, t_max=1000.0)
-    torch.testing.assert_close(rf / (1 - rf), edm)
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["softplus", "hinge"])
-def test_ladd_converges_to_the_datas_gaussian(kind):
-    method, cfg, held, batch = gaussians("ladd", (256, 1, 8, 8), gan_loss=kind, lr=5e-3, lr_disc=2e-2,
-                                         update_ratio=2)
-    held |= dict(discriminator=Heads())
-    assert tail(method, cfg, held, batch, 2000) == pytest.approx([0.5, 0.0], abs=0.03)
+@pytest.mark.parametrize("name, mean, shape, tolerance, changes", [
+    *(("dmd2", 0.4, (256, 1, 8, 8), 0.01, dict(guidance=w, gan_d_weight=0.0)) for w in (1.0, 2.0)),
+    *(("f_distill", 0.0, (1024, 1, 2, 2), 0.02, dict(divergence=d, ratio_bins=1))
+      for d in ("kl", "js", "sh", "neyman")),
+    *(("ladd", 0.0, (256, 1, 8, 8), 0.03, dict(gan_loss=kind)) for kind in ("softplus", "hinge"))])
+def test_a_toy_training_ends_at_the_gaussian_of_teacher_or_data(name, mean, shape, tolerance, changes):
+    """Of a teacher N(m, s^2), unconditionally N(0, s^2), guidance w makes N(w m, s^2)."""
+    own = dict(lr=5e-3, lr_disc=2e-2) if name == "ladd" else dict(lr=1e-2, lr_fake=2e-2, gan_weight=0.0)
+    method, cfg, held, _ = gaussians(name, mean=mean, update_ratio=2, max_iter=1500, **own, **changes)
+    held |= dict(discriminator=Heads(2, 1, bias=False)) if name == "ladd" else {}
+    target = pytest.approx([mean * cfg["guidance"], 0.5], abs=tolerance)
+    assert fit(method, cfg, held, 0.5, *shape) == target
+    if name != "ladd":
+        assert [p.item() for p in held["fake_score"].parameters()] == target

@@ -1,8 +1,6 @@
 """Knowledge distillation: the pairs that tools/make_pairs.py makes, what refuses them, the closed forms."""
 import math
 import shutil
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +13,9 @@ import evaluate
 import make_pairs
 import run
 import trainer
+from gauss import Affine, Exact, Gauss, labelled, optimum
 from nets import encoders
-from run import refused, setup, spy
-from test_flow_maps import Exact
-from test_methods import Affine, Gauss, labelled
+from run import load, refused, setup, spy
 
 # ---- the pair maker
 def solved(net, **meta):
@@ -28,30 +25,23 @@ def solved(net, **meta):
 
 @pytest.mark.parametrize("schedule, solver, known", [
     ("edm", "heun", {5: 0.0157236, 10: 0.00762248, 18: 0.00659531, 40: 0.00631096, 80: 0.00626432}),
-    ("rf", "euler", {2: 0.2, 4: 0.34054, 50: 0.485397}), ("rf", "heun", {7: 0}), ("edm", "euler", {20: 0})])
+    ("rf", "euler", {2: 0.2, 4: 0.34054, 50: 0.485397}), ("rf", "heun", {}), ("edm", "euler", {})])
 def test_a_teacher_of_gaussian_data_maps_by_the_product_of_its_steps(schedule, solver, known):
-    edm, start = schedule == "edm", 80.0 if schedule == "edm" else 1.0
-    slope = lambda t: (t / (0.25 + t * t) if edm else       # v' / v of v^2 = alpha^2 s^2 + sigma^2, s = 0.5
-                       (t - (1 - t) / 4) / ((1 - t) ** 2 / 4 + t * t))
-    for steps, more in ((n, more) for n in known for more in ((), (0.7, 0.3))):
-        u = np.linspace(0, 1, steps) if edm else np.arange(steps) / steps
-        grid = (80 ** (1 / 7) + u * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7 if edm else 1 - u
-        grid, factor, at = sorted({*np.round(grid, 12), *more}, reverse=True), 1.0, {}
-        for t, t_next in zip(grid, [*grid[1:], 0.0]):
-            at[t], h, c = factor, t_next - t, slope(t)
-            again = slope(t_next) * (1 + h * c) if solver == "heun" and t_next else c
-            factor *= 1 + h * (c + again) / 2
-        net = Gauss(0.0, 0.5, schedule, "x0" if edm else "flow")
-        x, *states, x0 = solved(net, steps=steps, solver=solver, path_t=[start, *more])
-        assert x.std() == pytest.approx(start, rel=0.2)     # the noise is scaled
-        for expected, state in zip([*map(at.get, more), factor], [*states, x0]):
-            assert torch.allclose(state, expected * x, rtol=1e-6, atol=1e-6)
-        assert more or not known[steps] or factor == pytest.approx(known[steps], rel=5e-6)
+    pred, start = dict(edm=("x0", 80.0), rf=("flow", 1.0))[schedule]
+    net, path_t = Gauss(0.0, 0.5, schedule, pred), [start, 0.7, 0.3]
+    for steps, factor in known.items():
+        x, x0 = solved(net, steps=steps, solver=solver, path_t=[start])
+        assert x.std() == pytest.approx(start, rel=0.2)                         # the noise is scaled
+        assert torch.allclose(x0, factor * x, rtol=5e-6, atol=1e-6)
+    x, *states, _ = solved(net, steps=200, solver=solver, path_t=path_t)
+    alpha, sigma = common.alpha_sigma(schedule, torch.tensor(path_t, dtype=torch.float64))
+    v = torch.hypot(alpha / 2, sigma)                   # the exact ODE keeps x / v
+    for state, ratio in zip(states, v[1:] / v[0], strict=True):
+        assert torch.allclose(state, ratio * x, rtol=1e-2)
 
 def test_guidance_is_in_the_pairs_and_two_points_are_reached():
-    m, s, w = 0.4, 0.5, 2.0                             # under guidance the target is N(w m, s^2)
-    x, x0 = solved(Gauss(m, s), steps=40, path_t=[80.0], guidance=w)
-    assert torch.allclose(x0, w * m + s / math.hypot(s, 80) * (x - w * m), atol=0.02)
+    x, x0 = solved(Gauss(0.4, 0.5), steps=40, path_t=[80.0], guidance=2.0)      # of N(w m, s^2)
+    assert torch.allclose(x0, 0.8 + 0.5 / math.hypot(0.5, 80) * (x - 0.8), atol=0.02)
     net = Gauss(0.0, 0.5)
     net.forward = lambda x, t, cond: torch.tanh(x / common.expand(t, x) ** 2)
     x, x0 = solved(net, steps=300, path_t=[80.0])
@@ -77,29 +67,10 @@ def test_what_is_there_is_kept_and_a_folder_made_otherwise_is_refused(tmp_path, 
     calls = spy(monkeypatch, make_pairs, "solve")
     assert make(folder) == whole and len(whole) == 8 and len(calls) == 4    # the batches of two files
     torch.save({k: v + 1 for k, v in torch.load(run.teacher("toy:tiny")).items()}, other)
-    for option, words in (("--guidance=2", "with guidance 1.0, not 2.0"), ("--seed=1", "with seed 0"),
-                          ("--pairs=51", "with pairs 50"), ("--path_t=80", "with path_t"),
-                          ("--pairs=1", "--pairs 1 must"),
-                          (f"--teacher={other}", "with weights"), ("--path_t=2,3", "--path_t 2,3 must"),
-                          ("--path_t=1001", "at most 1000 (schedule edm)"),
-                          ("--solver=rk4", "solver 'rk4' is not known")):
+    for option, words in (("--guidance=2", "with guidance 1.0, not 2.0"), ("--path_t=2,3", "descending"),
+                          (f"--teacher={other}", "with weights"), ("--seed=1", "with seed 0")):
         refused(make, folder, option, says=[words])
     assert make(folder) == whole
-
-def test_of_two_makers_with_other_settings_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
-    read, answers = data.pairs_meta, []
-    monkeypatch.setattr(data, "pairs_meta", lambda folder: (read(folder), time.sleep(0.2))[0])
-    def start(seed):
-        try:
-            make_pairs.write_meta(tmp_path, dict(path_t=[80.0], pairs=2, seed=seed))
-        except common.BadInput as e:
-            answers.append(str(e))
-    threads = [threading.Thread(target=start, args=(seed,)) for seed in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(answers) == 1 and "made with seed" in answers[0]
 
 def test_a_pair_has_the_datas_label_noise_of_its_own_and_a_twentieth_is_held_out(tmp_path):
     make(tmp_path)
@@ -112,35 +83,27 @@ def test_a_pair_has_the_datas_label_noise_of_its_own_and_a_twentieth_is_held_out
     batch, ids = encoders.encode(raw, dict(classes=10), "cpu"), raw["id"].tolist()
     assert batch["path"].shape == (6, 4, 1, 8, 8) and batch["path_t"].tolist() == [80, 2.5, 0.8, 0.4]
     assert batch["cond"]["label"].tolist() == label[ids].tolist()
-    z = batch["path"][:, 0] / 80
-    far = lambda seed: (z - common.noise_fn(seed, ids, (1, 8, 8), "cpu")(0)).abs().max()
+    far = lambda s: (batch["path"][:, 0] / 80 - common.noise_fn(s, ids, (1, 8, 8), "cpu")(0)).abs().max()
     assert far(common.hash_seed("pairs", 0)) < 1e-6 and far(0) > 1      # not the noise of evaluate.py
     pytest.importorskip("upath")
     make("memory://pairs")                              # a store of fsspec's
     assert np.array_equal(data.load(dict(data="memory://pairs")).get(7)[0], train.get(7)[0])
 
-# ---- what is refused before any work
-@pytest.mark.parametrize("changes, words", [
-    (dict(data="digits"), ["kd trains on pairs", "tools/make_pairs.py --net toy:tiny"]),
-    (dict(data="nowhere"), ["nowhere does not exist", "`torchrun tools/make_pairs.py --out nowhere`"]),
-    (dict(val_every=5, val_data="digits"), ["kd trains on pairs"]), (dict(guidance=2.0), ["guidance 1.0"]),
-    (dict(net="toy:tiny,schedule=rf,pred=flow", t_list=(0.9,)), ["schedule edm, this run has rf"]),
-    (dict(t_list=(2.5,)), ["student's steps are at [2.5]", "--path_t 2.5"]), (dict(norm="l3"), ["l2, l1"]),
-    (dict(target="state"), ["x0, next"]), (dict(steps=2, t_list=(80.0, 2.51)), ["2.51"]),
-    (dict(steps=2, t_list=()), ["are at [80.0, 2.526"]), (dict(steps=5), ["--steps 5"]),
-    (dict(val_settings=("steps=2;t_list=80,3",)), ["[80.0, 3.0]"]), (dict(xflip=True), ["--xflip"]),
-    (dict(augment=0.1), ["--augment"])])
-def test_pairs_that_are_not_the_students_are_one_sentence(changes, words, outputs):
-    method, cfg = setup("kd", data=run.pairs("toy:tiny"))
-    refused(trainer.train, method, cfg | changes, says=words)
-    assert not outputs.exists()
-
-def test_pairs_whose_noise_is_not_scaled_are_refused():
+def test_pairs_that_are_not_the_students_are_one_sentence(outputs):
     method, cfg = setup("kd")
+    for changes, word in (
+            (dict(data="digits"), "tools/make_pairs.py --net toy:tiny"),
+            (dict(data="nowhere"), "make_pairs.py --out nowhere"), (dict(guidance=2.0), "guidance 1.0"),
+            (dict(val_every=5, val_data="digits"), "kd trains on pairs"), (dict(xflip=True), "would part"),
+            (dict(net="toy:tiny,schedule=rf,pred=flow", t_list=(0.9,)), "schedule edm, this run has rf"),
+            (dict(val_settings=("steps=2;t_list=80,3",)), "80.0, 3.0"), (dict(steps=5), "--steps 5"),
+            (dict(t_list=(2.5,)), "--path_t 2.5")):
+        refused(trainer.train, method, cfg | changes, says=[word])
     rows = np.load(file := Path(cfg["data"], "0000000.npy"))
     rows[:, 0] /= 80
     np.save(file, rows)
     refused(trainer.train, method, cfg, says=["standard deviation of 0.99", "not 80", "sigma z"])
+    assert not outputs.exists()
 
 # ---- the method on N(0, 0.5^2)
 def pairs(schedule, ts):
@@ -153,18 +116,13 @@ def pairs(schedule, ts):
 
 @pytest.mark.parametrize("schedule, t, slope", [("edm", 80.0, 0.00624988), ("rf", 1.0, 0.5)])
 def test_the_linear_student_of_exact_pairs_has_the_teachers_slope_and_no_loss(schedule, t, slope):
-    """One Newton step of a quadratic loss. Unscaled noise would give 0.5 in place of 0.00625 on edm."""
     method, cfg = setup("kd", t_list=(t,))
-    for scale in (1, t):                                # the second: noise as it was drawn
+    for scale in (1, t):                                # the second: noise as it was drawn, on edm 0.5
         batch, student = pairs(schedule, [t]), Affine(0.0, 0.0, schedule, learn=True).double()
         batch["path"] /= scale
-        def loss(std):
-            student.std.data.fill_(std)
-            value = method.step(dict(student=student), batch, 0, cfg)[0]
-            return value.item(), torch.autograd.grad(value, student.std)[0].item()
-        g0, g1 = loss(0.0)[1], loss(1.0)[1]
-        assert g0 / (g0 - g1) / t == pytest.approx(slope * scale, rel=1e-6)
-        assert loss(g0 / (g0 - g1))[0] < 1e-12
+        loss = lambda: method.step(dict(student=student), batch, 0, cfg)[0]
+        assert optimum(loss, student.std) / t == pytest.approx(slope * scale, rel=1e-6)
+        assert loss() < 1e-12
 
 @pytest.mark.parametrize("norm", ["l2", "l1"])
 @pytest.mark.parametrize("schedule, ts", [
@@ -172,11 +130,9 @@ def test_the_linear_student_of_exact_pairs_has_the_teachers_slope_and_no_loss(sc
 def test_the_exact_consistency_function_has_no_loss_at_any_step(schedule, ts, norm):
     method, cfg = setup("kd", steps=4, t_list=ts, norm=norm)
     batch, student, seen = pairs(schedule, list(ts)), Exact(0.0, 0.5, schedule).double(), []
-    student.register_forward_pre_hook(lambda net, args: seen.append(args[:2]))
+    student.register_forward_pre_hook(lambda net, args: seen.append(args[1].tolist()))
     assert method.step(dict(student=student), batch, 0, cfg)[0] < 1e-7
-    (x_t, t), = seen                                    # one call, each sample at a step of its own
-    assert {*t.tolist()} == {*ts}
-    assert torch.equal(x_t, batch["path"][range(64), [ts.index(v) for v in t.tolist()]])
+    assert len(seen) == 1 and {*seen[0]} == {*ts}       # each sample at a step of its own
     expected = 0.5 * batch["x0"].square() if norm == "l2" else batch["x0"].abs()
     loss = method.step(dict(student=student), batch | dict(x0=2 * batch["x0"]), 0, cfg)[0]
     assert torch.allclose(loss, expected.mean(), rtol=1e-6)
@@ -184,29 +140,19 @@ def test_the_exact_consistency_function_has_no_loss_at_any_step(schedule, ts, no
 @pytest.mark.parametrize("schedule, ts", [("edm", (80.0, 2.5, 0.8)), *(
     (schedule, (0.999, 0.7, 0.2)) for schedule in ("rf", "trig", "sd"))])
 def test_the_next_target_takes_ddim_along_the_path(schedule, ts):
-    method, seen = setup("kd")[0], []
-    path, x0 = torch.randn(5, 3, 1, 4, 4).double(), torch.randn(5, 1, 4, 4).double()
-    z = path[:, 0].clone()
-    path[:, 0] *= common.alpha_sigma(schedule, ts[0])[1]
-    batch = dict(x0=x0, path=path, path_t=torch.tensor(ts, dtype=torch.float64))
+    method, seen, batch = setup("kd")[0], [], pairs(schedule, ts)
+    z = batch["path"][:, 0] / common.alpha_sigma(schedule, ts[0])[1]
     y = {t: method.next_target(batch, *method.state(batch, [*ts], k), [*ts], k, schedule)
-         for t, k in zip(ts, torch.arange(3)[:, None].expand(3, 5))}
+         for t, k in zip(ts, torch.arange(3)[:, None].expand(3, 64))}
     out = common.few_step(lambda x, t: seen.append(x) or y[t[0].item()], lambda k: z, [*ts, 0.0], schedule,
                           method.SAMPLERS["next"])
-    assert torch.allclose(torch.stack(seen, 1), path) and torch.equal(out, x0)
+    torch.testing.assert_close(torch.stack(seen, 1), batch["path"])
+    torch.testing.assert_close(out, batch["x0"])
 
-def test_a_student_samples_by_its_target_with_its_own_steps(monkeypatch):
-    net, noise = Exact(0.0, 0.5), common.train_noise((64, 1, 16, 16), "cpu")
-    batch, calls = labelled(torch.zeros(64, 1, 16, 16)), spy(monkeypatch, common, "few_step")
-    for target, kind in (("x0", "sde"), ("next", "ode")):
-        method, cfg = setup("kd", steps=4, target=target)
-        x = method.sample(net, noise, batch, cfg, 4)
-        assert calls[-1][0][2:] == ([80.0, 2.5, 0.8, 0.4, 0.0], "edm", kind)
-        assert target == "next" or x.std().item() == pytest.approx(0.5, rel=0.02)
-        refused(method.sample, net, noise, batch, cfg, 2, says=["trained for 4 steps, not for --steps 2"])
-
-def test_a_run_on_pairs_of_the_digits_is_scored_also_without_them(capsys):
+def test_a_run_on_pairs_samples_by_its_target_and_is_scored_also_without_them(capsys, monkeypatch):
+    assert load("kd").SAMPLERS["x0"] == "sde"           # as the exact consistency function needs it
     method, cfg = setup("kd", max_iter=2, steps=4, target="next", val_every=2, sample_every=2)
+    calls = spy(monkeypatch, common, "few_step")
     folder = run.run(method, cfg).folder
     out = capsys.readouterr().out
     assert "WARNING" not in out and f"score it: python evaluate.py {folder}" in out
@@ -215,4 +161,6 @@ def test_a_run_on_pairs_of_the_digits_is_scored_also_without_them(capsys):
     assert f"are of --net toy:tiny --teacher {cfg['teacher']}, other weights" in capsys.readouterr().out
     shutil.rmtree(cfg["data"])
     evaluate.main([str(folder), "--samples=20", "--seeds=1"])
-    assert "(kd): 20 samples" in capsys.readouterr().out
+    assert {args[2:] == ([80.0, 2.5, 0.8, 0.4, 0.0], "edm", "ode") for args, _ in calls} == {True}
+    out = capsys.readouterr().out
+    assert "(kd): 20 samples" in out and f"score it: python evaluate.py {folder}" in out

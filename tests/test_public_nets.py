@@ -19,8 +19,7 @@ from common import make_net
 from nets import dit, edm2, flux, qwen_image, sd
 from nets.discriminators import Head, ImageDiTHead, UNetHead, VideoDiTHead
 from nets.layers import dynamic_mu, sigma_grid
-from run import refused
-from test_methods import one_step
+from run import one_step, refused
 
 def near(a, b, tolerance=2e-5):
     return a.shape == b.shape and (a - b).abs().max() <= tolerance
