@@ -80,8 +80,8 @@ class Watchdog:
     """A thread that says where this rank stands and ends it when mark() was not called for timeout_s. All
     ranks of a hung run get to say it: torchrun, which ends all after the first that leaves, waits 30 s."""
 
-    def __init__(self, timeout_s, rank=0, world=1):
-        self.rank, self.world, self.last, self.main = rank, world, None, threading.get_ident()
+    def __init__(self, timeout_s, rank=0):
+        self.rank, self.last, self.main = rank, None, threading.get_ident()
         if timeout_s > 0:                               # a weak reference: it ends when the run does, however
             threading.Thread(target=patrol, args=(weakref.ref(self), timeout_s), daemon=True).start()
 
@@ -92,28 +92,17 @@ class Watchdog:
     def stop(self):
         self.last = None
 
-    def where(self):
-        """The innermost three lines of the main thread that are not of a package, and where it waits."""
-        frames = [(f.f_code, n) for f, n in traceback.walk_stack(sys._current_frames()[self.main])]
-        spots = [f"{os.path.basename(code.co_filename)}:{n} {code.co_name}" for code, n in frames]
-        ours = [spot for spot, (code, _) in zip(spots, frames) if "/lib/python" not in code.co_filename]
-        return f"in {' < '.join(ours[:3])}" + f", waiting in {spots[0]}" * (ours[:1] != spots[:1])
-
     def end(self, seconds, moment):
         """Speak, give the others a moment to, leave; unless the main thread moves, as where gloo raises."""
         it, stage = last = self.last
-        leave = threading.Timer(moment, lambda: self.last is last and os._exit(75))     # EX_TEMPFAIL
-        leave.start()                                   # first, as what follows may hang, too
-        line = f"rank {self.rank} made no progress for {seconds:.0f} s at it {it} ({stage}): {self.where()}\n"
-        os.write(2, line.encode())                      # the main thread may be inside print, with its lock
-        with contextlib.suppress(RuntimeError, ValueError):     # no group, or its store is gone
-            store = torch.distributed.distributed_c10d._get_default_store()
-            store.set(f"hung/{self.rank}", "")
-            threading.Event().wait(moment * 0.7)
-            silent = [str(r) for r in range(self.world) if not store.check([f"hung/{r}"])]
-            if silent and not any(store.check([f"hung/{r}"]) for r in range(self.rank)):
-                os.write(2, f"no word from rank {', '.join(silent)}: stopped or dead\n".encode())
-        leave.join()
+        frames = [(f.f_code, n) for f, n in traceback.walk_stack(sys._current_frames()[self.main])]
+        ours = [f"{os.path.basename(code.co_filename)}:{n} {code.co_name}" for code, n in frames
+                if "/lib/python" not in code.co_filename]               # the innermost lines, of no package
+        line = f"rank {self.rank} made no progress for {seconds:.0f} s at it {it} ({stage}): in "
+        os.write(2, f"{line}{' < '.join(ours[:3])}\n".encode())         # print's lock may be taken
+        threading.Event().wait(moment)
+        if self.last is last:
+            os._exit(75)                                # EX_TEMPFAIL
 
 
 def patrol(watchdog, timeout_s):

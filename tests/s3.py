@@ -1,7 +1,6 @@
 """A real S3 server (moto's) for the tests, which can fail to answer."""
 import contextlib
 import os
-import time
 
 import pytest
 
@@ -17,7 +16,7 @@ ENV = KEYS | dict(AWS_EC2_METADATA_DISABLED="true", AWS_CONFIG_FILE="none", no_p
                   AWS_SHARED_CREDENTIALS_FILE="none", MOTO_S3_DEFAULT_MAX_KEYS="10")    # S3's pages: 1000
 
 class Server:
-    """faults: what happens to the next requests, "" (nothing), "gone", "silent", "short" (half an answer)."""
+    """faults: what happens to the next requests, "" (nothing), "gone", "short" (half an answer)."""
     def __init__(self):
         server = moto.server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         server.start()
@@ -28,9 +27,7 @@ class Server:
     def __call__(self, request, start):
         self.waits |= "HTTP_EXPECT" in request          # for "100 Continue", which may be without end
         fault = next(self.faults, "")
-        if fault in ("gone", "silent"):
-            time.sleep(30 * (fault == "silent"))
-        else:
+        if fault != "gone":
             answer = b"".join(self.app(request, start))
             yield answer[:len(answer) // 2] if fault else answer
         if fault:

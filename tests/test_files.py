@@ -3,7 +3,6 @@ import itertools
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -49,13 +48,11 @@ def put(file, *parts, fault=None):
             raise fault
     files.write(file, save)
 
-@pytest.mark.parametrize("parts", [(), (b"a" * PART, b"b" * PART, b"c")], ids=["none", "many"])
-def test_a_write_replaces_or_changes_nothing(folder, server, parts):
-    file = folder / "x.bin"
+def test_a_write_replaces_or_changes_nothing(folder, server):
+    file, parts = folder / "x.bin", (b"a" * PART, b"b" * PART, b"c")
     put(file, b"old")
     refused(put, file, *parts, fault=OSError(28, "No space left on device"), says=[
-        f"could not write {file} (No space left on device); what was there before is untouched",
-        "free some space" if isinstance(folder, Path) else "check the credentials"])
+        f"could not write {file} (No space left on device); what was there before is untouched"])
     for error in KeyError("a mistake"), KeyboardInterrupt(), common.BadInput("not finite"), \
             torch.AcceleratorError("CUDA error: an illegal memory access was encountered"):
         with pytest.raises(type(error)) as raised:      # no fault of disk or store
@@ -69,39 +66,25 @@ def test_torch_writes_and_reads_and_its_error_is_the_disks(bucket, monkeypatch, 
     file, state = files.place(bucket.at + "/x.pth"), dict(a=torch.arange(PART // 2), b=torch.ones(3))
     ckpt.save(file, state)
     assert run.differing(ckpt.load(file), state) == []
-    with files.fetch(file) as here:
-        assert here.name == "x.pth" and here.is_file()
-    assert not here.parent.exists()
     monkeypatch.setattr(files, "open", lambda *_: open("/dev/full", "wb"), raising=False)
     refused(ckpt.save, file, state, says=[f"could not write {file} (No space left on device); "])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))    # no checkpoint is damaged by that
-    for act in lambda: put(file, b"new"), lambda: ckpt.load(file):
-        assert "$TMPDIR" in refused(act) and not isinstance(sys.exc_info()[1], ckpt.Damaged)
+    assert "$TMPDIR" in refused(ckpt.load, file) and not isinstance(sys.exc_info()[1], ckpt.Damaged)
 
-@pytest.mark.parametrize("fault", ["gone", "silent"])
-def test_a_server_that_goes_during_a_write_loses_nothing(bucket, server, monkeypatch, fault):
-    monkeypatch.setitem(fsspec.config.conf, "s3", {})
-    monkeypatch.setitem(files.PATIENCE, "read_timeout", 0.5)
-    monkeypatch.setattr(files, "SLOWEST", 2 ** 24)
-    file = files.place(bucket.at + "/x.bin")
-    put(file, b"old")
-    server.faults, times = itertools.chain(["", ""], itertools.repeat(fault)), [time.monotonic()]
-    for verb, act, *parts in ("write", put, b"a" * PART, b"b" * PART), ("read", files.read):
-        refused(act, file, *parts, says=[f"could not {verb} {file} ("])     # a write after its first part
-        times.append(time.monotonic())
-    server.faults = iter(())
-    assert times[1] - times[0] < 15 and times[2] - times[1] < 5
-    assert files.read(file) == b"old" and files.names(file.parent) == ["x.bin"]
-
-def test_a_hiccup_is_bridged(bucket, server):
-    file = files.place(bucket.at + "/x.bin")
-    for act, *args in (put, file, b"a" * PART, b"b" * 9), (files.names, file.parent), (files.read, file):
+def test_a_server_that_hiccups_is_asked_again_and_one_that_goes_loses_nothing(bucket, server):
+    file, parts = files.place(bucket.at + "/x.bin"), (b"a" * PART, b"b" * 9)
+    for act, *args in (put, file, *parts), (files.names, file.parent), (files.read, file):
         server.faults = iter(["gone"])
         act(*args)
         assert next(server.faults, None) is None
     server.faults = iter(["", "", "short"])             # breaks within the second of two ranges
     with files.fetch(file) as here:
-        assert here.read_bytes() == b"a" * PART + b"b" * 9 and next(server.faults, None) is None
+        assert here.read_bytes() == b"".join(parts) and next(server.faults, None) is None
+    server.faults = itertools.chain(["", ""], itertools.repeat("gone"))
+    for verb, act, *args in ("write", put, b"n" * PART, b"n" * PART), ("read", files.read):
+        refused(act, file, *args, says=[f"could not {verb} {file} ("])      # a write after its first part
+    server.faults = iter(())
+    assert files.read(file) == b"".join(parts) and files.names(file.parent) == ["x.bin"]
 
 def test_a_folder_lists_and_removes_what_is_in_it_whoever_put_it_there(folder, bucket):
     assert not files.exists(folder / "x00") and files.names(folder) == []
@@ -114,40 +97,30 @@ def test_a_folder_lists_and_removes_what_is_in_it_whoever_put_it_there(folder, b
     for name in "a[1]*", "sub", "nothing":
         files.remove(folder / name)
     assert files.names(folder) == ["a1", "subs", *names] and files.read(folder / "sub" / "b") is None
-    refused(ckpt.load, folder / "gone.pth", says=[folder / "gone.pth", "does not exist"])
     if not isinstance(folder, Path):                    # another program changes what has just been listed
         bucket.put_object(Key="some/run/z", Body=b"3")
         bucket.Object("some/run/x01").delete()
         assert files.exists(folder / "z") and not files.exists(folder / "x01")
-        bucket.Object("some/run/x02").delete()
-        assert files.names(folder) == ["a1", "subs", names[0], *names[3:], "z"]
+        assert files.names(folder) == ["a1", "subs", names[0], *names[2:], "z"]
 
-def test_wrong_credentials_and_buckets_are_one_sentence_without_secrets(bucket, monkeypatch):
-    def sentences(of, acts, says):
+def test_wrong_credentials_buckets_and_urls_are_one_sentence_without_secrets(bucket, monkeypatch):
+    def sentences(of, says):
         s3fs.S3FileSystem.clear_instance_cache()
-        for act, *args in acts:
+        for act, *args in (put, b"new"), (put, b"n" * 2 * PART), (ckpt.load,), (files.names,):
             said = refused(act, files.place(of + "/run"), *args, says=[of + "/run", says, "check the cred"])
             assert not any(key in said for key in s3.KEYS.values())
     put(files.place(bucket.at + "/run"), b"old")
-    acts = [(put, b"new"), (put, b"n" * 2 * PART), (ckpt.load,), (files.names,)]
-    sentences("s3://there-is-no-such-bucket", [*acts, (ckpt.save, {})], "The specified bucket does not exist")
-    acts += [(files.read,), (files.exists,), (files.remove,)]
+    sentences("s3://there-is-no-such-bucket", "The specified bucket does not exist")
     with monkeypatch.context() as patch:
         patch.setattr(moto.settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
-        sentences(bucket.at, acts[:4], "The AWS Access Key Id you provided does not exist in our records")
-        sentences(bucket.at, acts, "")                  # to some requests S3 does not answer why
-        for key in s3.KEYS:
-            patch.delenv(key)
-        sentences(bucket.at, acts, "Unable to locate credentials")
+        sentences(bucket.at, "The AWS Access Key Id you provided does not exist in our records")
+        for act in files.exists, files.remove:          # to these S3 does not answer why
+            refused(act, files.place(bucket.at + "/run"), says=["check the credentials"])
     s3fs.S3FileSystem.clear_instance_cache()
     assert files.read(files.place(bucket.at + "/run")) == b"old" and not [*bucket.multipart_uploads.all()]
-
-def test_a_url_that_cannot_be_used_is_one_sentence(monkeypatch):
-    refused(files.place, "s4://b/x", says=["s4://b/x cannot be used (", "a URL such as s3://"])
     for url in "sftp://me:SECRET@host/x", "http://h/t.pth?sig=SECRET":
         assert "SECRET" not in refused(files.place, url, says=["would be logged"])
-    monkeypatch.setitem(sys.modules, "upath", None)
-    refused(files.place, "s3://b/x", says=["cannot be used (", "pip install universal_pathlib s3fs"])
+    refused(files.place, "s4://b/x", says=["s4://b/x cannot be used (", "pip install universal_pathlib s3fs"])
     assert files.place("~/x") == Path.home() / "x" and isinstance(files.place("a/b:c"), Path)
 
 def test_a_run_in_a_store_is_the_run_on_a_disk(bucket, monkeypatch, capsys):
@@ -156,15 +129,13 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(bucket, monkeypatch, capsys):
         monkeypatch.setenv("FEWSTEP_OUTPUT_ROOT", root)
         cfg = config(method, max_iter=6, save_every=2, keep_last=2, val_every=3, sample_every=3)
         run.run(method, cfg | dict(stop_at=3))
-        for name in ("0000099.png", ".writable") if "://" in root else ():      # what an attempt may leave
-            put(files.place(root) / "fewstep/tests/sft/samples" / name)
         kept.append(run.run(method, cfg))
         sample.main([str(kept[-1].folder), "--seeds", "0-3"])
     disk, store = (k.folder for k in kept)
     run.assert_alike(*(k.lines for k in kept))
     assert run.differing(run.saved(disk, 6), run.saved(store, 6)) == []
     for sub in "checkpoints", "samples":
-        assert files.names(disk / sub) == [n for n in files.names(store / sub) if n != ".writable"]
+        assert files.names(disk / sub) == files.names(store / sub)
     assert {n for n in files.names(disk) if n[0] != "."} == {*files.names(store)}
     assert capsys.readouterr().out.count("4 samples of ema") == 2
     assert b"verysecret" not in b"".join(o.get()["Body"].read() for o in bucket.objects.all())
