@@ -1,13 +1,16 @@
 """The loop: exact resume, what a checkpoint holds, skipped updates, precision, logging, sources."""
+import builtins
 import json
 import os
 import shutil
+from unittest import mock
 
 import pytest
 import torch
 
 import ckpt
 import common
+import logs
 import run
 import trainer
 from run import assert_alike, config, differing, load, refused, saved, setup, spy, stepping
@@ -125,8 +128,7 @@ def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(monkeypa
     saves, steps = spy(monkeypatch, ckpt, "save"), spy(monkeypatch, method, "step")
     lines = run.run(method, cfg).lines
     assert [args[0].name for args, _ in saves] == ["0000005.pth", "0000010.pth"]
-    # validation: the first 0 and 5, the 10
-    assert [args[2] for args, _ in steps] == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
+    assert [args[2] for args, _ in steps] == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]   # with validations
     assert run.its(lines) == [3, 6, 9, 10] and run.its(lines, "val/student/loss") == [0, 5, 10]
 
 def test_a_start_on_the_meta_device_equals_a_plain_one(name):
@@ -176,8 +178,7 @@ def test_autocast_runs_with_float32_weights(name):
             assert {v.dtype for v in tensors.values()} == {torch.float32}
         assert not amp or losses[0] != losses[-1] == pytest.approx(losses[0], rel=0.2, abs=0.02)
 
-@pytest.mark.parametrize("scale", [1, 4])
-@pytest.mark.parametrize("limit", [0.05, 1e6])
+@pytest.mark.parametrize("limit, scale", [(0.05, 1), (0.05, 4), (1e6, 4)])
 def test_clipping_is_torchs_and_takes_the_loss_scale_out(limit, scale):
     ours, theirs = ([torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)] for _ in range(2))
     for p, q in zip(ours, theirs):
@@ -203,6 +204,10 @@ def test_log_lines_are_means_over_their_window_and_the_turns_in_it():
             assert line[key] == pytest.approx(sum(turns) / len(turns), rel=1e-5)
         assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000)
 
+def test_a_closed_output_pipe_does_not_end_a_run(monkeypatch):
+    monkeypatch.setattr(builtins, "print", mock.Mock(side_effect=BrokenPipeError))
+    logs.Printer("info", 0, 9)("text")
+
 def test_val_settings_validate_under_changed_keys():
     method, cfg = setup("dmd2", max_iter=2, update_ratio=1, val_every=2, val_batches=2,
                         val_settings=("guidance=2", "guidance=0.5;dm_t_max=9"))
@@ -213,31 +218,30 @@ def test_val_settings_validate_under_changed_keys():
     assert first["val/guidance=0.5;dm_t_max=9/student/dm"] == alone["val/student/dm"]
 
 # ---- sources
-def test_a_run_is_a_source_of_its_student_and_its_emas():
+def test_a_run_is_a_source_of_its_student_and_its_emas_pinned_to_the_checkpoint_of_the_start():
     sft = load("sft")
     first = run.run(sft, config(sft, max_iter=4, save_every=2, ema=EMAS)).folder
     def start(source, it, kind, key, **changes):
         """A run whose teacher must be what the checkpoint of iteration `it` holds."""
-        method, cfg = setup("dmd2", teacher=f"{first}{source}", max_iter=1, name=f"from_{key}")
-        cfg |= changes
+        method, cfg = setup("dmd2", **dict(dict(teacher=f"{first}{source}", max_iter=1, name=key)) | changes)
         result = run.run(method, cfg)
         assert differing(dict(result.nets["teacher"].state_dict()), saved(first, it)[kind][key]) == []
-        return cfg["teacher"], result.folder
-    for entry, kind, key in (("", "nets", "student"), ("#ema_power", "emas", "ema_power")):
-        source, folder = start(entry, 4, kind, key)
-        pinned = json.loads((folder / "config.json").read_text())["sources"][source]
-        assert pinned == saved(folder, 1)["sources"][source] and pinned["file"].endswith("0000004.pth")
+        pinned = json.loads((result.folder / "config.json").read_text())["sources"][cfg["teacher"]]
+        assert pinned == saved(result.folder, cfg["max_iter"])["sources"][cfg["teacher"]]
+        assert pinned["file"].endswith(f"{it:07d}.pth")
+    start("", 4, "nets", "student")
+    start("#ema_power", 4, "emas", "ema_power")
     run.run(sft, config(sft, max_iter=6, ema=EMAS))     # the source goes on; a resume keeps to iteration 4
     start("#ema_power", 4, "emas", "ema_power", max_iter=2)
-    start("/checkpoints/0000002.pth#ema", 2, "emas", "ema", name="one")
+    start("/checkpoints/0000002.pth#ema", 2, "emas", "ema")
 
 def test_a_source_that_changed_since_the_start_is_refused_on_resume(tmp_path):
     method, file = load("dmd2"), tmp_path / "teacher.pth"
     whole = torch.load(config(method)["teacher"], weights_only=True)
-    torch.save({k: v + 0 for k, v in whole.items()}, file)
     cfg = config(method, teacher=str(file), max_iter=4)
-    run.run(method, cfg | dict(stop_at=2))
-    torch.save({k: v + 1 for k, v in whole.items()}, file)
-    assert "teacher.pth is not the file it was since this run began" in refused(run.run, method, cfg)
-    torch.save({k: v + 0 for k, v in whole.items()}, file)
-    assert run.run(method, cfg).lines[-1]["it"] == 4
+    for more, stop_at in (0, 2), (1, 4), (0, 4):
+        torch.save({k: v + more for k, v in whole.items()}, file)
+        if more:
+            refused(run.run, method, cfg, says=["teacher.pth is not the file it was since this run began"])
+        else:
+            assert run.run(method, cfg | dict(stop_at=stop_at)).lines[-1]["it"] == stop_at
