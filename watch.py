@@ -157,31 +157,31 @@ class Profile:
 
     def close(self):
         prof, self.prof = self.prof, None
-        if prof is not None:
-            file = self.folder / f"{self.first:07d}-{self.it:07d}.rank{self.rank}.json"
-            try:
-                prof.stop()
-                kind = "cuda" if self.device.type == "cuda" else "cpu"
-                table = prof.key_averages().table(f"self_{kind}_time_total", row_limit=40)
-                files.make(self.folder)
-                files.write(file, lambda f: prof.export_chrome_trace(f.name))
-                files.write(file.with_suffix(".txt"), lambda f: f.write(table.encode()))
-                if self.device.type == "cuda":
-                    dump = torch.cuda.memory._dump_snapshot
-                    files.write(file.with_suffix(".pickle"), lambda f: dump(f.name))
-                self.say(f"profile of it {self.first} to {self.it}: {file}", "warning")
-            except (BadInput, OSError, RuntimeError) as e:      # not worth a run
-                self.say(f"WARNING: no profile {file} ({e})", "warning")
-            if self.device.type == "cuda":
+        if prof is None:
+            return
+        cuda = self.device.type == "cuda"
+        file = self.folder / f"{self.first:07d}-{self.it:07d}.rank{self.rank}.json"
+        try:
+            prof.stop()
+            table = prof.key_averages().table(f"self_{'cuda' if cuda else 'cpu'}_time_total", row_limit=40)
+            files.make(self.folder)
+            files.write(file, lambda f: prof.export_chrome_trace(f.name))
+            files.write(file.with_suffix(".txt"), lambda f: f.write(table.encode()))
+            if cuda:
+                dump = torch.cuda.memory._dump_snapshot
+                files.write(file.with_suffix(".pickle"), lambda f: dump(f.name))
                 torch.cuda.memory._record_memory_history(enabled=None)
+            self.say(f"profile of it {self.first} to {self.it}: {file}", "warning")
+        except (BadInput, OSError, RuntimeError) as e:          # not worth a run
+            self.say(f"WARNING: no profile {file} ({e})", "warning")
 
 
 def device_values(device):
-    """On CUDA {gpu_util: percent of the last moment (at most 1 s) in which a kernel ran, reserved_gb: peak of
-    the allocator}, {} elsewhere. gpu_util needs nvidia-ml-py and is left out without it."""
-    values = {}
-    if device.type == "cuda":
-        with contextlib.suppress(Exception):            # not installed, or NVML refuses (MIG, containers)
-            values["gpu_util"] = torch.cuda.utilization(device)
-        values["reserved_gb"] = torch.cuda.max_memory_reserved(device) / 2 ** 30
+    """On CUDA {reserved_gb: peak of the allocator, gpu_util: percent of the last moment (at most 1 s) in which
+    a kernel ran; left out without nvidia-ml-py or where NVML refuses, as of MIG}, {} elsewhere."""
+    if device.type != "cuda":
+        return {}
+    values = dict(reserved_gb=torch.cuda.max_memory_reserved(device) / 2 ** 30)
+    with contextlib.suppress(Exception):
+        values["gpu_util"] = torch.cuda.utilization(device)
     return values

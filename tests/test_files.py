@@ -1,7 +1,5 @@
-"""files.py, on a disk and against moto's S3 server, which can fail to answer."""
-import itertools
+"""files.py, on a disk and against moto's S3 server."""
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import s3fs
 import ckpt
 import common
 import files
-import logs
 import run
 import sample
 from run import config, load, refused
@@ -25,11 +22,11 @@ PART = 5 * 2 ** 20                                      # the smallest that S3 a
 
 @pytest.fixture(scope="module")
 def server():
-    with s3.server() as server, pytest.MonkeyPatch.context() as patch:
+    with s3.server(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(files.PATIENCE, "retries", dict(mode="standard", total_max_attempts=2))
         patch.setitem(fsspec.config.conf, "s3", dict(default_block_size=PART))          # of what is read
         patch.setattr(s3fs.core, "calculate_chunksize", lambda *args, **kw: PART)       # of what is written
-        yield server
+        yield
 
 @pytest.fixture
 def bucket(server, request):
@@ -48,7 +45,7 @@ def put(file, *parts, fault=None):
             raise fault
     files.write(file, save)
 
-def test_a_write_replaces_or_changes_nothing(folder, server):
+def test_a_write_replaces_or_changes_nothing(folder):
     file, parts = folder / "x.bin", (b"a" * PART, b"b" * PART, b"c")
     put(file, b"old")
     refused(put, file, *parts, fault=OSError(28, "No space left on device"), says=[
@@ -60,31 +57,17 @@ def test_a_write_replaces_or_changes_nothing(folder, server):
         assert raised.value is error
     assert files.read(file) == b"old" and files.names(folder) == ["x.bin"]
     put(file, *parts)
-    assert files.read(file) == b"".join(parts) and files.names(folder) == ["x.bin"] and not server.waits
+    assert files.read(file) == b"".join(parts) and files.names(folder) == ["x.bin"]
 
-def test_torch_writes_and_reads_and_its_error_is_the_disks(bucket, monkeypatch, tmp_path):
-    file, state = files.place(bucket.at + "/x.pth"), dict(a=torch.arange(PART // 2), b=torch.ones(3))
+def test_the_error_of_torch_is_the_disks_and_one_of_tmpdir_damages_nothing(bucket, monkeypatch, tmp_path):
+    file, state = files.place(bucket.at + "/x.pth"), dict(a=torch.arange(PART // 2))
     ckpt.save(file, state)
-    assert run.differing(ckpt.load(file), state) == []
     monkeypatch.setattr(files, "open", lambda *_: open("/dev/full", "wb"), raising=False)
     refused(ckpt.save, file, state, says=[f"could not write {file} (No space left on device); "])
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))    # no checkpoint is damaged by that
-    assert "$TMPDIR" in refused(ckpt.load, file) and not isinstance(sys.exc_info()[1], ckpt.Damaged)
-
-def test_a_server_that_hiccups_is_asked_again_and_one_that_goes_loses_nothing(bucket, server):
-    file, parts = files.place(bucket.at + "/x.bin"), (b"a" * PART, b"b" * 9)
-    for act, *args in (put, file, *parts), (files.names, file.parent), (files.read, file):
-        server.faults = iter(["gone"])
-        act(*args)
-        assert next(server.faults, None) is None
-    server.faults = iter(["", "", "short"])             # breaks within the second of two ranges
-    with files.fetch(file) as here:
-        assert here.read_bytes() == b"".join(parts) and next(server.faults, None) is None
-    server.faults = itertools.chain(["", ""], itertools.repeat("gone"))
-    for verb, act, *args in ("write", put, b"n" * PART, b"n" * PART), ("read", files.read):
-        refused(act, file, *args, says=[f"could not {verb} {file} ("])      # a write after its first part
-    server.faults = iter(())
-    assert files.read(file) == b"".join(parts) and files.names(file.parent) == ["x.bin"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(common.BadInput, match=r"\$TMPDIR") as raised:
+        ckpt.load(file)
+    assert not isinstance(raised.value, ckpt.Damaged)
 
 def test_a_folder_lists_and_removes_what_is_in_it_whoever_put_it_there(folder, bucket):
     assert not files.exists(folder / "x00") and files.names(folder) == []
@@ -103,19 +86,19 @@ def test_a_folder_lists_and_removes_what_is_in_it_whoever_put_it_there(folder, b
         assert files.exists(folder / "z") and not files.exists(folder / "x01")
         assert files.names(folder) == ["a1", "subs", names[0], *names[2:], "z"]
 
-def test_wrong_credentials_buckets_and_urls_are_one_sentence_without_secrets(bucket, monkeypatch):
+def test_what_a_store_refuses_is_one_sentence_without_secrets_and_loses_nothing(bucket, monkeypatch):
     def sentences(of, says):
         s3fs.S3FileSystem.clear_instance_cache()
         for act, *args in (put, b"new"), (put, b"n" * 2 * PART), (ckpt.load,), (files.names,):
-            said = refused(act, files.place(of + "/run"), *args, says=[of + "/run", says, "check the cred"])
+            said = refused(act, files.place(of + "/run"), *args, says=[of, says, "check the credentials"])
             assert not any(key in said for key in s3.KEYS.values())
     put(files.place(bucket.at + "/run"), b"old")
-    sentences("s3://there-is-no-such-bucket", "The specified bucket does not exist")
+    sentences("s3://there-is-no-such-bucket", "bucket does not exist")
     with monkeypatch.context() as patch:
         patch.setattr(moto.settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
-        sentences(bucket.at, "The AWS Access Key Id you provided does not exist in our records")
-        for act in files.exists, files.remove:          # to these S3 does not answer why
-            refused(act, files.place(bucket.at + "/run"), says=["check the credentials"])
+        sentences(bucket.at, "The AWS Access Key Id you provided does not exist")
+        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")          # where nobody listens
+        sentences(bucket.at, "Could not connect")
     s3fs.S3FileSystem.clear_instance_cache()
     assert files.read(files.place(bucket.at + "/run")) == b"old" and not [*bucket.multipart_uploads.all()]
     for url in "sftp://me:SECRET@host/x", "http://h/t.pth?sig=SECRET":
@@ -139,15 +122,3 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(bucket, monkeypatch, capsys):
     assert {n for n in files.names(disk) if n[0] != "."} == {*files.names(store)}
     assert capsys.readouterr().out.count("4 samples of ema") == 2
     assert b"verysecret" not in b"".join(o.get()["Body"].read() for o in bucket.objects.all())
-
-def test_lines_of_a_store_that_was_gone_are_there_later(bucket, server):
-    said, folder = [], files.place(bucket.at + "/run")
-    put(folder / "metrics.jsonl", b'{"it": 1}\n')
-    record = logs.Recorder(folder, None, 0, None, lambda text, level: said.append(text))
-    server.faults = itertools.repeat("gone")
-    record(2, dict(loss=1.0))
-    server.faults = iter(())
-    assert len(said) == 1 and said[0].startswith("WARNING: could not write")
-    record(3, {"val/x": 2.0})
-    assert [e["it"] for e in run.lines(folder)] == [1, 2, 3]
-    assert record.has(3, "val/") and not record.has(2, "val/")

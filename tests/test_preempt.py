@@ -139,49 +139,43 @@ def requeued(run, env, folder):
     assert f"SLURM job {env['SLURM_JOB_ID']}, restart 3" in run.log.read_text()
     return (folder / "calls").read_text() == f"requeue {env['SLURM_JOB_ID']}\n"         # once: by rank 0 only
 
-# ---- torchrun
+# ---- torchrun, and SLURM's scripts, on one node and on two
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """The folder in which the cases of torchrun follow each other: the next one is the rerun of the last."""
+    """The folder in which the cases follow each other: the next one is the rerun of the last."""
     return tmp_path_factory.mktemp("shared")
 
 SHARDED = ("--parallel=fsdp", "--save_every=1", "--keep_last=3")    # so that a signal mostly meets a save
+ENDLESS = "--val_batches=1000000"                       # a validation that only the signal ends
+ONE, TWO = "slurm.sbatch", "slurm_nodes.sbatch"
 
-@pytest.mark.parametrize("whom, signals, launcher_exit, args", [        # signals: 3 ms apart
-    ("\0RANK=1\0", [USR1, USR1, TERM], 0, SHARDED), ("", [USR1], -USR1, ("--workers=0",)),
-    ("launcher", [KILL], -KILL, (*SHARDED, "--async_save=true")),
-    ("launcher", [TERM], 1, ("--val_batches=1000000",))])               # in an endless validation
-def test_a_signal_under_torchrun_stops_all_ranks_at_one_whole_checkpoint(
-        shared, whom, signals, launcher_exit, args):
-    before, endless = newest(folder_of(shared)), "--val_batches=1000000" in args
-    env = slurm(shared) | dict(FEWSTEP_REQUEUE="1")
-    run = Run(shared, *args, *([f"--val_every={before + 5}"] if endless else []), world=2, **env)
-    run.reaches(before + 4)
+@pytest.mark.parametrize("script, whom, signals, code, args", [         # signals: 3 ms apart
+    ("", "\0RANK=1\0", [USR1, USR1, TERM], 0, SHARDED), ("", "", [USR1], -USR1, ("--workers=0",)),
+    ("", "first", [KILL], -KILL, (*SHARDED, "--async_save=true")), ("", "first", [TERM], 1, (ENDLESS,)),
+    (ONE, "first", [USR1], 0, ()),                      # the shell, before there are workers
+    (TWO, "STEP=0", [USR1], 0, ())])                    # all that srun has started
+def test_a_signal_leaves_one_whole_checkpoint_of_all_ranks_and_one_request_to_requeue(
+        shared, script, whom, signals, code, args):
+    before, env = newest(folder_of(shared)), slurm(shared, nodes=1 + (script == TWO))
+    if ENDLESS in args:
+        args += (f"--val_every={before + 5}",)
+    if not script:
+        env["FEWSTEP_REQUEUE"] = "1"
+    run = Run(shared, *args, world=2, launch=["bash", str(TOOLS / script)] if script else (), **env)
+    if script == ONE:
+        until(lambda: run.pids(b"FEWSTEP_REQUEUE=1"))   # torchrun is there
+    else:
+        run.reaches(before + 4)
     time.sleep(0.2)
-    pids = [run.process.pid] if whom == "launcher" else run.pids(whom.encode())
+    pids = [run.process.pid] if whom == "first" else run.pids(whom.encode())
     for number in signals:
         for pid in pids:
             os.kill(pid, number)
             time.sleep(0.003)
-    assert run.end() == launcher_exit                   # negative: at once, its workers have to notice that
+    assert run.end() == code                            # negative: at once, its workers have to notice that
     at = stopped_well(run, before)
-    assert at == before + 5 if endless else at >= before + 4
+    assert at == before + 5 if ENDLESS in args else at >= before + 4 * (script != ONE)
     assert requeued(run, env, shared)
-
-# ---- SLURM's scripts
-ONE, TWO = "slurm.sbatch", "slurm_nodes.sbatch"         # on one node, on two
-
-@pytest.mark.parametrize("script, nodes", [(ONE, 1), (TWO, 2)])
-def test_a_job_that_must_leave_saves_and_has_slurm_requeue_it_once(shared, script, nodes):
-    """On one node its shell is told before there are workers, on two all processes of the steps later."""
-    before, env = newest(folder_of(shared)), slurm(shared, nodes)
-    job = Run(shared, world=2, launch=["bash", str(TOOLS / script)], **env)
-    until(lambda: job.pids(b"FEWSTEP_REQUEUE=1"))       # torchrun is there
-    time.sleep(0.1)
-    for pid in [job.process.pid] if nodes == 1 else job.reaches(before + 4).pids(b"STEP=0"):
-        os.kill(pid, USR1)
-    assert job.end() == 0 and stopped_well(job, before) >= before + 4 * (nodes == 2)
-    assert requeued(job, env, shared)
 
 @pytest.mark.parametrize("script, to", [(ONE, "B:USR1"), (TWO, "USR1")])
 def test_what_the_scripts_ask_slurm_for(script, to):

@@ -1,16 +1,13 @@
 """The loop: exact resume, what a checkpoint holds, skipped updates, precision, logging, sources."""
-import builtins
 import json
 import os
 import shutil
-from unittest import mock
 
 import pytest
 import torch
 
 import ckpt
 import common
-import logs
 import run
 import trainer
 from run import assert_alike, config, differing, load, refused, saved, setup, spy, stepping
@@ -79,18 +76,13 @@ def two_ranks():
     trainer.average_gradients(params, 2)
     x = torch.tensor([1.0, 4.0]) * (rank + 1)
     told = common.from_rank0(["rank 0", 0] if rank == 0 else None, world), common.all_mean(x).tolist()
-    torch.distributed.destroy_process_group()
-    method, cfg = setup("sft", max_iter=4, name="one_rank_is_inf")
-    skipping = run.run(poisoned("sft", 2, by=float("inf")) if rank == 1 else method, cfg)
-    return [p.grad for p in params], told, dict(skipping.nets["student"].state_dict()), skipping.lines
+    return [p.grad for p in params], told
 
 def test_two_ranks_agree_and_one_process_is_left_alone():
-    grads, told, nets, lines = zip(*run.ranks(2, two_ranks))
+    grads, told = zip(*run.ranks(2, two_ranks))
     for a, b, c in grads:
         assert a.tolist() == [1.5, 1.5] and b.tolist() == [2, 2] and c is None      # None on every rank stays
     assert told == ((["rank 0", 0], [1.5, 6.0]),) * 2
-    assert differing(*nets) == [] and all(v.isfinite().all() for v in nets[0].values())
-    assert [line.get("skipped", 0) for line in lines[0]] == [0, 0, 1, 0]
     p = torch.nn.Parameter(torch.zeros(2))
     trainer.average_gradients([p], 1)
     assert p.grad is None and common.from_rank0("x", None) == "x" and common.all_mean(p) is p
@@ -123,14 +115,6 @@ def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(monkeypatch):
     assert all(s["step"] == 10 for s in opt.state.values())
 
 # ---- checkpoints
-def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(monkeypatch):
-    method, cfg = setup("sft", max_iter=10, save_every=5, log_every=3, val_every=5)
-    saves, steps = spy(monkeypatch, ckpt, "save"), spy(monkeypatch, method, "step")
-    lines = run.run(method, cfg).lines
-    assert [args[0].name for args, _ in saves] == ["0000005.pth", "0000010.pth"]
-    assert [args[2] for args, _ in steps] == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]   # with validations
-    assert run.its(lines) == [3, 6, 9, 10] and run.its(lines, "val/student/loss") == [0, 5, 10]
-
 def test_a_start_on_the_meta_device_equals_a_plain_one(name):
     method, cfg = setup(name)
     held = lambda net: dict(training=net.training, **dict([*net.named_parameters(), *net.named_buffers()]))
@@ -203,10 +187,6 @@ def test_log_lines_are_means_over_their_window_and_the_turns_in_it():
             turns = [one[key] for one in window if key in one]
             assert line[key] == pytest.approx(sum(turns) / len(turns), rel=1e-5)
         assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000)
-
-def test_a_closed_output_pipe_does_not_end_a_run(monkeypatch):
-    monkeypatch.setattr(builtins, "print", mock.Mock(side_effect=BrokenPipeError))
-    logs.Printer("info", 0, 9)("text")
 
 def test_val_settings_validate_under_changed_keys():
     method, cfg = setup("dmd2", max_iter=2, update_ratio=1, val_every=2, val_batches=2,
