@@ -177,8 +177,8 @@ class Profile:
 
 
 def device_values(device):
-    """On CUDA {reserved_gb: peak of the allocator, gpu_util: percent of the last moment (at most 1 s) in which
-    a kernel ran; left out without nvidia-ml-py or where NVML refuses, as of MIG}, {} elsewhere."""
+    """On CUDA {reserved_gb: peak of the allocator, gpu_util: percent of the last second with a kernel}; the
+    latter needs nvidia-ml-py and is left out without it, or where NVML refuses (MIG)."""
     if device.type != "cuda":
         return {}
     values = dict(reserved_gb=torch.cuda.max_memory_reserved(device) / 2 ** 30)

@@ -59,12 +59,11 @@ def mine(text=""):
     ("--max_itr 5", "--max_itr is not a config key of .*; did you mean --max_iter?"),
     ("--ema ema:1.5", "0 <= RATE < 1"), ("--max_iter 10000000", "from 0 to 9999999"),
     ("--batch_size 10 --accum 4", "10 is not divisible by 1 ranks x accum 4"),
-    ("--fake_weight emd", "loss weight 'emd' is not known"), ("--amp bf17", "--amp 'bf17' is not known"),
     ("--val_every 5 --val_data big.npz", "--val_data big.npz has samples of shape"),
     ("--teacher mix.pth", "no entry.*write .*path#entry"), ("--teacher gone.pth", "gone.pth does not exist"),
     ("--teacher toy.pth --net toy:tiny,dim=48", r"weights of teacher \(toy.pth\) do not fit.* misshapen \("),
     ("--teacher less.pth", r"1 missing \(out.weight\)"), ("--teacher extra.pth", r"1 unknown \(extra\)"),
-    ("--val_settings guidance=two", "'two' does not fit"), ("--val_settings batch_size=4", "=4 changes nets"),
+    ("--val_settings batch_size=4", "=4 changes nets"), ("--amp bf17", "--amp 'bf17' is not known"),
     ("", "lr = 'fast', which is not of the type", "config['lr'] = 'fast'"),
     ("", "mine.py line", "x = ("), ("", "lacks init, step; a method file has config, b", "del init, step"),
     ("--preset a", r"--lrate is not a config key of mine.py", "presets = dict(a=dict(lrate=1.0))"))])

@@ -177,30 +177,19 @@ def test_a_signal_leaves_one_whole_checkpoint_of_all_ranks_and_one_request_to_re
     assert at == before + 5 if ENDLESS in args else at >= before + 4 * (script != ONE)
     assert requeued(run, env, shared)
 
-@pytest.mark.parametrize("script, to", [(ONE, "B:USR1"), (TWO, "USR1")])
-def test_what_the_scripts_ask_slurm_for(script, to):
-    head, _, rest = (TOOLS / script).read_text().partition("\n\n")      # SLURM reads up to the first command
-    assert re.search(rf"^#SBATCH --signal={to}@180$", head, re.M) and "#SBATCH --requeue\n" in head
-    assert "--open-mode=append" in head and "--ntasks-per-node=1 " in head      # torchrun starts the ranks
-    assert "#SBATCH" not in rest and not re.search("^[^#]", head, re.M)
-
-def test_a_run_leaves_before_the_time_is_over_and_one_that_slurm_is_ending_is_not_requeued(monkeypatch):
-    """After scancel, requeue would bring back what was cancelled."""
+def test_a_run_leaves_before_its_time_is_over_and_one_that_was_cancelled_does_not_come_back(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
-    for margin, due in ("50", False), ("150", True):
-        monkeypatch.setenv("FEWSTEP_STOP_BEFORE_END_S", margin)
-        (scheduler := resume.Slurm()).init()
-        assert scheduler.termination_requested() == due
+    monkeypatch.setenv("FEWSTEP_REQUEUE", "1")
     monkeypatch.setattr(signal, "signal", lambda *args: None)
-    for state, on, n in (b"RUNNING", "1", 2), (b"", "1", 2), (b"COMPLETING", "1", 1), (b"RUNNING", "0", 0):
-        monkeypatch.setenv("FEWSTEP_REQUEUE", on)
+    for margin, state, leaves, calls in ("50", b"COMPLETING", False, 1), ("150", b"RUNNING", True, 2):
+        monkeypatch.setenv("FEWSTEP_STOP_BEFORE_END_S", margin)
         called, scheduler = [], resume.Slurm()
-        monkeypatch.setattr(subprocess, "run", lambda words, **_: called.append(" ".join(words))
+        monkeypatch.setattr(subprocess, "run", lambda words, **_: called.append(words)
                             or subprocess.CompletedProcess(words, 0, state))
         scheduler.init()
         scheduler.request_resume()
-        assert called == ["squeue -h -o %T -j 77", "scontrol requeue 77"][:n]
+        assert scheduler.termination_requested() == leaves and len(called) == calls     # squeue, scontrol
 
 # ---- python train.py
 def catches(pid):

@@ -116,7 +116,8 @@ class Clocked:
         off["max_iter"] = max(cfg["max_iter"], len(self.plan) + 1)
         self.cfg = cfg | off | dict(wandb="disabled", log_level="warning")
         self.blocks, self.syncs, self.laps = {phase: [] for phase in turns}, {}, defaultdict(float)
-        self.then, self.stepped, self.counter, self.calls = time.perf_counter(), -1, contextlib.ExitStack(), None
+        self.then, self.stepped, self.calls = time.perf_counter(), -1, None
+        self.counter = contextlib.ExitStack()
 
     def run(self):
         with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough), self.counter:
@@ -198,7 +199,7 @@ def main(argv):
     method.config = method.config | dict(blocks=20, iters=5)
     cfg, _, options = train.resolve(method, argv[1:])
     if options.keys() - {"preset"} or cfg["blocks"] < 2 or cfg["iters"] < 1:
-        raise common.BadInput("tools/bench.py takes keys, --preset, --blocks (2 or more), --iters (1 or more)")
+        raise common.BadInput("bench.py takes keys, --preset, --blocks (2 or more) and --iters (1 or more)")
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w")
     print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks",
