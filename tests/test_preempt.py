@@ -207,6 +207,6 @@ def test_one_signal_to_a_plain_process_saves_and_exits_with_0(tmp_path, number, 
     at = stopped_well(run, 0)
     assert at >= after and whole(run.folder) == [at] and "Traceback" not in run.log.read_text()
     again = Run(tmp_path, f"--stop_at={at + 2}", **env)
-    assert again.end() == 0 and f"continuing at iteration {at}" in again.log.read_text()
+    assert again.end() == 0 and "config differs from the checkpoint: stop_at" in again.log.read_text()
     assert whole(run.folder) == [at, at + 2] and its(run.folder) == list(range(1, at + 3))
     assert requeued(again, env, tmp_path)               # as before: it was not asked to leave
