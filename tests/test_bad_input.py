@@ -101,7 +101,13 @@ def test_authority_is_defaults_then_method_then_preset_then_command_line():
     assert (cfg["name"], cfg["group"]) == ("mine_small", "digits")
     assert changed.keys() == {"seed", "lr", "warmup", "name", "group"} and options == {"preset": "small"}
 
+def tied(cfg):
+    layers = (nets := load("sft").build(cfg))["student"].layers
+    layers[1].up.weight = layers[0].up.weight
+    return nets
+
 @pytest.mark.parametrize("function, value, words", [
+    ("build", tied, r"student.layers.1.up.weight and student.layers.0.up.weight are one parameter"),
     ("init", lambda cfg: dict(studnet="x"), r"init\(\) 'studnet' is not known; did you mean student\?"),
     ("optimizers", lambda nets, cfg: dict(student=common.optimizer([*nets["student"].parameters()][:-1])),
      r"parameter student\.\S+ is trainable and in 0 optimizers"),

@@ -85,16 +85,6 @@ def test_bf16_gathers_and_computes_in_bf16_and_leaves_t_exact(which):
     assert dtypes == d0 == d1 == {torch.float64} and times == sorted({*t0, *t1}) and len(times) > 40
     assert max(apart(one, ours, keys)) < 2e-2 and max(apart(exact, ours, keys)) > 1e-4
 
-def test_tied_parameters_are_refused():
-    method, cfg = setup("sft")
-    build = method.build
-    def tied(cfg):
-        layers = (nets := build(cfg))["student"].layers
-        layers[1].up.weight = layers[0].up.weight
-        return nets
-    method.build = tied
-    refused(run.run, method, cfg, says=["student.layers.1.up.weight and student.layers.0.up.weight are one"])
-
 # ---- resume
 def stored(folder, it, ema=""):
     """Whole tensors of a checkpoint by name, or of one average; read by one process."""
