@@ -58,7 +58,7 @@ def test_w_ranks_of_a_micro_steps_equal_one_rank_of_w_a(world, cases):
     run.teacher("toy:tiny")
     todo = [named(which, mode, world) for which, mode in cases]
     alone = {}
-    for (which, changes), lines in zip(todo, run.ranks(world, train_all, todo)[0]):
+    for (which, changes), lines in zip(todo, run.ranks(world, train_all, todo, timeout_s=900)[0]):
         slices = world * changes.get("accum", 1)
         if (which, slices) not in alone:
             alone[which, slices] = train_all([(which, dict(accum=slices, name=f"{which}_one_{slices}"))])[0]
