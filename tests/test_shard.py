@@ -106,21 +106,21 @@ def test_a_sharded_run_continues_on_any_ranks_as_replicas_and_back(outputs):
                 alone=(1, dict(accum=4)))
     first = [("probe", straight | changes) for changes in (
         {}, dict(name="half", stop_at=10), replicas | dict(name="back", stop_at=10))]
-    lines, *_ = run.ranks(2, train_all, first)[0]
+    lines, *_ = run.ranks(2, train_all, first, timeout_s=900)[0]
     for name in [*ways][2:]:
         shutil.copytree(outputs / "half", outputs / name)
     after, whole = {}, stored(outputs / "straight", 20)
     for world in 1, 2, 4:
         names = [n for n, (w, _) in ways.items() if w == world]
         todo = [("probe", straight | dict(name=n) | ways[n][1]) for n in names]
-        after |= zip(names, run.ranks(world, train_all, todo)[0] if world > 1 else train_all(todo))
+        after |= zip(names, run.ranks(world, train_all, todo, timeout_s=900)[0])
     run.assert_alike(lines, after["half"])
     assert differing(stored(outputs / "half", 20), whole) == []
     a, b = (ckpt.load_checkpoint(ckpt.path(outputs / n / "checkpoints", 20)) for n in ("straight", "half"))
     assert a["counts"] == b["counts"]
     for name in ways:
         assert max(apart(lines, after[name], every)) < 1e-4, name
-        torch.testing.assert_close(stored(outputs / name, 20), whole, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(stored(outputs / name, 20), whole, rtol=1e-4, atol=1e-4)     # lr: 1e-3
         for it in range(0, 21, 5):
             a, b = (np.asarray(Image.open(outputs / n / f"samples/{it:07d}.png"), int)
                     for n in ("straight", name))
