@@ -66,12 +66,10 @@ class Recorder:
             self.lines.append(json.dumps(dict(it=it) | values) + "\n")
             try:
                 if isinstance(self.file, Path):
-                    with open(self.file, "a") as f:
+                    with files.spoken("write", self.file), open(self.file, "a") as f:
                         f.write(self.lines[-1])
                 else:
                     files.write(self.file, lambda f: f.write("".join(self.lines).encode()))
-            except OSError as e:
-                self.say(f"WARNING: could not write {self.file} ({e.strerror})", "warning")
             except common.BadInput as e:
                 self.say(f"WARNING: {e}", "warning")
             self.report(lambda wandb: wandb.log(values, step=it))
@@ -287,13 +285,11 @@ def save_grid(images, file, columns, about={}, pad=1):
 
 def start_wandb(cfg, folder, say):
     """wandb with a run that continues under its old id, or None with one line why. Never prompts."""
-    mode = cfg["wandb"] or os.environ.get("WANDB_MODE", "")
-    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    host, key = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"), os.environ.get("WANDB_API_KEY")
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
-        has_key = has_key or netrc.netrc().authenticators(host) is not None
-    mode = mode or ("online" if has_key else "disabled")
-    if mode == "disabled" or (mode == "online" and not has_key):
+        key = key or netrc.netrc().authenticators(host.split("//")[-1].split("/")[0])
+    mode = cfg["wandb"] or os.environ.get("WANDB_MODE") or ("online" if key else "disabled")
+    if mode == "disabled" or (mode == "online" and not key):
         say("wandb disabled" + ("" if cfg["wandb"] == "disabled" else
                                 ": no key (WANDB_API_KEY or ~/.netrc); metrics are in metrics.jsonl"))
         return None

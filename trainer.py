@@ -118,7 +118,7 @@ def train(method, cfg, changed=(), dry_run=False):
                         "set FEWSTEP_OUTPUT_ROOT to one that is", ("checkpoints", "samples"))
 
     # ---- process group, the folder's lock, the checkpoint to continue from
-    watchdog = watch.Watchdog(cfg["timeout_s"], rank, world)
+    watchdog = watch.Watchdog(cfg["timeout_s"], rank)
     watchdog.mark(0, "", "joining the other ranks")
     gloo, mesh = startup.join(cfg, world, device)
     say = logs.Printer(cfg["log_level"], rank, cfg["max_iter"])

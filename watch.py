@@ -80,8 +80,8 @@ class Watchdog:
     """A thread that says where this rank stands and ends it when mark() was not called for timeout_s. All
     ranks of a hung run get to say it: torchrun, which ends all after the first that leaves, waits 30 s."""
 
-    def __init__(self, timeout_s, rank=0, world=1):
-        self.rank, self.world, self.last, self.main = rank, world, None, threading.get_ident()
+    def __init__(self, timeout_s, rank=0):
+        self.rank, self.last, self.main = rank, None, threading.get_ident()
         if timeout_s > 0:                               # a weak reference: it ends when the run does, however
             threading.Thread(target=patrol, args=(weakref.ref(self), timeout_s), daemon=True).start()
 
@@ -92,28 +92,17 @@ class Watchdog:
     def stop(self):
         self.last = None
 
-    def where(self):
-        """The innermost three lines of the main thread that are not of a package, and where it waits."""
-        frames = [(f.f_code, n) for f, n in traceback.walk_stack(sys._current_frames()[self.main])]
-        spots = [f"{os.path.basename(code.co_filename)}:{n} {code.co_name}" for code, n in frames]
-        ours = [spot for spot, (code, _) in zip(spots, frames) if "/lib/python" not in code.co_filename]
-        return f"in {' < '.join(ours[:3])}" + f", waiting in {spots[0]}" * (ours[:1] != spots[:1])
-
     def end(self, seconds, moment):
         """Speak, give the others a moment to, leave; unless the main thread moves, as where gloo raises."""
         it, stage = last = self.last
-        leave = threading.Timer(moment, lambda: self.last is last and os._exit(75))     # EX_TEMPFAIL
-        leave.start()                                   # first, as what follows may hang, too
-        line = f"rank {self.rank} made no progress for {seconds:.0f} s at it {it} ({stage}): {self.where()}\n"
-        os.write(2, line.encode())                      # the main thread may be inside print, with its lock
-        with contextlib.suppress(RuntimeError, ValueError):     # no group, or its store is gone
-            store = torch.distributed.distributed_c10d._get_default_store()
-            store.set(f"hung/{self.rank}", "")
-            threading.Event().wait(moment * 0.7)
-            silent = [str(r) for r in range(self.world) if not store.check([f"hung/{r}"])]
-            if silent and not any(store.check([f"hung/{r}"]) for r in range(self.rank)):
-                os.write(2, f"no word from rank {', '.join(silent)}: stopped or dead\n".encode())
-        leave.join()
+        frames = [(f.f_code, n) for f, n in traceback.walk_stack(sys._current_frames()[self.main])]
+        ours = [f"{os.path.basename(code.co_filename)}:{n} {code.co_name}" for code, n in frames
+                if "/lib/python" not in code.co_filename]               # the innermost lines, of no package
+        line = f"rank {self.rank} made no progress for {seconds:.0f} s at it {it} ({stage}): in "
+        os.write(2, f"{line}{' < '.join(ours[:3])}\n".encode())         # print's lock may be taken
+        threading.Event().wait(moment)
+        if self.last is last:
+            os._exit(75)                                # EX_TEMPFAIL
 
 
 def patrol(watchdog, timeout_s):
@@ -168,31 +157,31 @@ class Profile:
 
     def close(self):
         prof, self.prof = self.prof, None
-        if prof is not None:
-            file = self.folder / f"{self.first:07d}-{self.it:07d}.rank{self.rank}.json"
-            try:
-                prof.stop()
-                kind = "cuda" if self.device.type == "cuda" else "cpu"
-                table = prof.key_averages().table(f"self_{kind}_time_total", row_limit=40)
-                files.make(self.folder)
-                files.write(file, lambda f: prof.export_chrome_trace(f.name))
-                files.write(file.with_suffix(".txt"), lambda f: f.write(table.encode()))
-                if self.device.type == "cuda":
-                    dump = torch.cuda.memory._dump_snapshot
-                    files.write(file.with_suffix(".pickle"), lambda f: dump(f.name))
-                self.say(f"profile of it {self.first} to {self.it}: {file}", "warning")
-            except (BadInput, OSError, RuntimeError) as e:      # not worth a run
-                self.say(f"WARNING: no profile {file} ({e})", "warning")
-            if self.device.type == "cuda":
+        if prof is None:
+            return
+        cuda = self.device.type == "cuda"
+        file = self.folder / f"{self.first:07d}-{self.it:07d}.rank{self.rank}.json"
+        try:
+            prof.stop()
+            table = prof.key_averages().table(f"self_{'cuda' if cuda else 'cpu'}_time_total", row_limit=40)
+            files.make(self.folder)
+            files.write(file, lambda f: prof.export_chrome_trace(f.name))
+            files.write(file.with_suffix(".txt"), lambda f: f.write(table.encode()))
+            if cuda:
+                dump = torch.cuda.memory._dump_snapshot
+                files.write(file.with_suffix(".pickle"), lambda f: dump(f.name))
                 torch.cuda.memory._record_memory_history(enabled=None)
+            self.say(f"profile of it {self.first} to {self.it}: {file}", "warning")
+        except (BadInput, OSError, RuntimeError) as e:          # not worth a run
+            self.say(f"WARNING: no profile {file} ({e})", "warning")
 
 
 def device_values(device):
-    """On CUDA {gpu_util: percent of the last moment (at most 1 s) in which a kernel ran, reserved_gb: peak of
-    the allocator}, {} elsewhere. gpu_util needs nvidia-ml-py and is left out without it."""
-    values = {}
-    if device.type == "cuda":
-        with contextlib.suppress(Exception):            # not installed, or NVML refuses (MIG, containers)
-            values["gpu_util"] = torch.cuda.utilization(device)
-        values["reserved_gb"] = torch.cuda.max_memory_reserved(device) / 2 ** 30
+    """On CUDA {reserved_gb: peak of the allocator, gpu_util: percent of the last second with a kernel}; the
+    latter needs nvidia-ml-py and is left out without it, or where NVML refuses (MIG)."""
+    if device.type != "cuda":
+        return {}
+    values = dict(reserved_gb=torch.cuda.max_memory_reserved(device) / 2 ** 30)
+    with contextlib.suppress(Exception):
+        values["gpu_util"] = torch.cuda.utilization(device)
     return values

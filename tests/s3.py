@@ -1,7 +1,6 @@
-"""A real S3 server (moto's) for the tests, which can fail to answer."""
+"""A real S3 server (moto's) for the tests."""
 import contextlib
 import os
-import time
 
 import pytest
 
@@ -16,36 +15,18 @@ KEYS = dict(AWS_ACCESS_KEY_ID="AKIATESTTESTTESTTEST", AWS_SECRET_ACCESS_KEY="ver
 ENV = KEYS | dict(AWS_EC2_METADATA_DISABLED="true", AWS_CONFIG_FILE="none", no_proxy="*",
                   AWS_SHARED_CREDENTIALS_FILE="none", MOTO_S3_DEFAULT_MAX_KEYS="10")    # S3's pages: 1000
 
-class Server:
-    """faults: what happens to the next requests, "" (nothing), "gone", "silent", "short" (half an answer)."""
-    def __init__(self):
-        server = moto.server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-        server.start()
-        self.app, server._server.app = server._server.app, self
-        self.url, self.stop = "http://{}:{}".format(*server.get_host_and_port()), server.stop
-        self.faults, self.waits = iter(()), False
-
-    def __call__(self, request, start):
-        self.waits |= "HTTP_EXPECT" in request          # for "100 Continue", which may be without end
-        fault = next(self.faults, "")
-        if fault in ("gone", "silent"):
-            time.sleep(30 * (fault == "silent"))
-        else:
-            answer = b"".join(self.app(request, start))
-            yield answer[:len(answer) // 2] if fault else answer
-        if fault:
-            os.close(request["werkzeug.socket"].detach())
-
 @contextlib.contextmanager
 def server():
-    """A Server that the environment leads to."""
+    """moto's; the environment leads to it."""
     with pytest.MonkeyPatch.context() as patch:
         for key in [k for k in os.environ if k.startswith("AWS_")]:
             patch.delenv(key)
-        server = Server()
-        for key, value in (ENV | dict(AWS_ENDPOINT_URL=server.url)).items():
+        server = moto.server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        server.start()
+        url = "http://{}:{}".format(*server.get_host_and_port())
+        for key, value in (ENV | dict(AWS_ENDPOINT_URL=url)).items():
             patch.setenv(key, value)
-        yield server
+        yield
         server.stop()
         s3fs.S3FileSystem.clear_instance_cache()
 

@@ -2,7 +2,7 @@
 import io
 import json
 import math
-import zipfile
+import shutil
 
 import numpy as np
 import pytest
@@ -26,18 +26,6 @@ def png(mode="RGB", size=(8, 8), value=None, kind="png"):
     Image.fromarray(content.astype(np.uint8), mode).save(file, kind)
     return file.getvalue()
 
-def zipped(files):
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as z:
-        for name, content in files.items():
-            z.writestr(name, content)
-    return file.getvalue()
-
-def npz(**arrays):
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
-
 def labels(*table):
     return {"dataset.json": json.dumps(dict(labels=table))}
 
@@ -45,9 +33,15 @@ def pixels(dataset, ids):
     return torch.stack([torch.tensor(dataset.get(i)[0]) for i in ids])
 
 def write(folder, files):
+    """Files of bytes, of text or, from a dict of arrays, .npz."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        if isinstance(content, dict):
+            np.savez(folder / name, **content)
+        else:
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+zeros, noise, two = np.zeros((4, 8, 8), np.uint8), rng.random((4, 3, 8, 8)), {"a.png": png(), "b.png": png()}
 
 # ---- formats
 def test_digits_are_split_in_1500_and_297_and_val_is_never_augmented(tmp_path):
@@ -55,7 +49,7 @@ def test_digits_are_split_in_1500_and_297_and_val_is_never_augmented(tmp_path):
     image = pixels(train, range(1500))
     assert (len(train), train.classes, image.min(), image.max()) == (1500, 10, -1, 1)
     assert abs(image.std() - 0.75) < 0.01  # sigma_data
-    write(tmp_path, {"set.npz": npz(x=zeros)})          # val reads val_data
+    write(tmp_path, {"set.npz": dict(x=zeros)})         # val reads val_data
     val = data.load(config(tmp_path / "set.npz", val_data="digits"), "val")
     assert len(val) == 297 and len(data.load(config(tmp_path / "set.npz"), "val")) == 4
     raw = next(data.Loader(val, config(augment=1.0)))
@@ -64,10 +58,10 @@ def test_digits_are_split_in_1500_and_297_and_val_is_never_augmented(tmp_path):
 def test_a_zip_a_folder_and_an_npz_of_the_same_images_are_equal(tmp_path):
     files = {f"0000{i % 2}/img{i}.png": png() for i in range(5)}
     images = np.stack([np.array(Image.open(io.BytesIO(content))) for content in files.values()])
-    named = files | labels(*([name, i] for i, name in enumerate(files)))
-    write(tmp_path, {f"set/{name}": content for name, content in named.items()} | {
-        "set.zip": zipped(named), "hwc.npz": npz(images=images, y=np.arange(5, dtype=np.uint8)),
-        "chw.npz": npz(x=images.transpose(0, 3, 1, 2) / 127.5 - 1, labels=np.arange(5))})
+    write(tmp_path / "set", files | labels(*([name, i] for i, name in enumerate(files))))
+    shutil.make_archive(tmp_path / "set", "zip", tmp_path / "set")
+    write(tmp_path, {"hwc.npz": dict(images=images, y=np.arange(5, dtype=np.uint8)),
+                     "chw.npz": dict(x=images.transpose(0, 3, 1, 2) / 127.5 - 1, labels=np.arange(5))})
     by_name = sorted(range(5), key=[*files].__getitem__)
     for name, order in (("set", by_name), ("set.zip", by_name), ("hwc.npz", range(5)), ("chw.npz", range(5))):
         dataset = data.load(config(tmp_path / name, classes=6 if name == "set" else -1))
@@ -85,26 +79,27 @@ def test_sub_folders_are_classes_in_sorted_order_and_a_single_one_is_none(tmp_pa
     assert dataset.label.tolist() == [0, 1, 1, 2] and dataset.classes == 3
     assert data.load(config(tmp_path / "cat")).classes == 0
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
-def test_files_of_every_mode_join_an_rgb_set(tmp_path, mode):
-    write(tmp_path, {"a.png": png(value=200), "c.png": png("RGBA", value=(255, 0, 0, 0))})
-    file = tmp_path / ("b.jpg" if mode == "CMYK" else "b.png")
-    Image.new("RGB", (8, 8), "white").convert(mode).save(file)
-    a, b, c = pixels(data.load(config(tmp_path)), range(3))
-    assert (a == 200).all() and b.shape == (3, 8, 8) and b.min() >= 254
-    assert (c == 255).all()                             # transparent is white
-
-zeros, noise, two = np.zeros((4, 8, 8), np.uint8), rng.random((4, 3, 8, 8)), {"a.png": png(), "b.png": png()}
-labelled = lambda *table: two | labels(*table)
-array = lambda **arrays: {"set.npz": npz(**arrays)}
+def test_files_of_every_mode_join_an_rgb_set(tmp_path):
+    write(tmp_path, {"0.png": png(value=200), "1.png": png("RGBA", value=(255, 0, 0, 0))})
+    for mode in "1", "L", "LA", "P", "RGBA", "CMYK":
+        white = Image.new("RGB", (8, 8), "white").convert(mode)
+        white.save(tmp_path / f"2{mode}.{'jpg' if mode == 'CMYK' else 'png'}")
+    grey, *white = pixels(data.load(config(tmp_path)), range(8))
+    assert (grey == 200).all() and all(each.shape == (3, 8, 8) and each.min() >= 254 for each in white)
+    ramp, folder = np.arange(0, 65536, 1024, dtype=np.uint16).reshape(8, 8), tmp_path / "deep"
+    folder.mkdir()
+    Image.fromarray(ramp).save(folder / "a.png")
+    assert abs(pixels(data.load(config(folder)), [0]).numpy() - ramp / 257).max() <= 0.5    # not clipped
 
 @pytest.mark.parametrize("files, words", [(files, words) for files, *words in (
     ({"a.png": png("LA"), "b.png": png("LA"), "c.png": png()}, "c.png", "a.png", "grey"),   # unlike the first
     ({"a.png": png(size=(16, 8)), "c.png": png(size=(8, 16))}, "a.png", "16x8", "c.png", "8x16"),
     ({"a.png": png(), "class0/b.png": png(), "class1/c.png": png()}, "a.png", "class0"),
-    (labelled(["a.png", 0]), "not in both"), (labelled(["a.png", 0], ["b.png", 3]), "b.png", "0 to 2"),
-    (array(x=noise), "[-1, 1]", "2 x - 1"), (array(x=noise + np.nan), "[-1, 1]", "nan"),
-    (array(x=noise.astype(int)), "int64", "uint8"), (array(x=zeros, y=np.zeros(3, int)), "3 labels"))])
+    (two | labels(["a.png", 0]), "not in both"),
+    (two | labels(["a.png", 0], ["b.png", 3]), "b.png", "0 to 2"),
+    *(({"set.npz": dict(x=x)}, *words) for x, *words in (
+        (noise, "[-1, 1]", "2 x - 1"), (noise + np.nan, "nan"), (noise.astype(int), "int64", "uint8"))),
+    ({"set.npz": dict(x=zeros, y=np.zeros(3, int))}, "3 labels"))])
 def test_data_that_cannot_be_used_are_one_sentence(tmp_path, files, words):
     write(tmp_path, files)
     path = tmp_path / "".join(files) if len(files) == 1 else tmp_path
@@ -142,12 +137,6 @@ def test_half_of_the_images_are_flipped_and_only_mirrored():
     kept = (raw["image"] == still["image"]).flatten(1).all(1)
     assert torch.equal(raw["image"][~kept], still["image"][~kept].flip(3))
     assert abs((~kept).float().mean() - 0.5) < 0.05
-
-def test_an_error_in_a_thread_comes_out_of_next():
-    dataset = tiny(np.zeros((5, 1, 2, 2), np.uint8))
-    dataset.read = [].pop
-    for workers in (0, 2):
-        refused(next, data.Loader(dataset, config(workers=workers, augment=0.0)), says=["set: image"])
 
 # ---- encode, decode
 def test_every_uint8_value_survives_encode_and_decode_and_both_conditions_carry_the_augment_labels():

@@ -19,11 +19,11 @@ def pixels(file):
     with Image.open(file) as picture:
         return np.array(picture), picture.text
 
-@pytest.mark.parametrize("name", ["sft", "dmd2"])
-def test_by_default_the_samples_are_those_of_the_trainers_grid(runs, name, capsys):
-    sample.main([str(runs / name), "--batch", "13"])
-    file = Path(capsys.readouterr().out.split(":")[0])
-    assert np.array_equal(pixels(file)[0], pixels(runs / name / "samples/0000002.png")[0])
+def test_by_default_the_samples_are_those_of_the_trainers_grid(runs, capsys):
+    for name in "sft", "dmd2":
+        sample.main([str(runs / name), "--batch", "13"])
+        file = Path(capsys.readouterr().out.split(":")[0])
+        assert np.array_equal(pixels(file)[0], pixels(runs / name / "samples/0000002.png")[0])
 
 def test_separate_files_have_the_pixels_of_the_sheet(runs, tmp_path):
     args = [str(runs / "dmd2"), "--net", "ema_slow", "--classes", "3,7", "--seeds", "12", "--out"]
@@ -33,18 +33,16 @@ def test_separate_files_have_the_pixels_of_the_sheet(runs, tmp_path):
     assert np.array_equal(pixels(tmp_path / "sheet.png")[0][::8, ::8][1:9, 1:9], one)
     assert (text["net"], text["seed"], text["class"]) == ("ema_slow", "12", "3")
 
-def test_every_net_has_its_weights_and_no_source_is_read_for_a_student(runs, monkeypatch):
-    read, run = spy(monkeypatch, ckpt, "read"), sample.load_run(runs / "dmd2")
+def test_every_net_has_its_weights_frozen_parts_those_of_its_source_and_no_more_is_read(runs, monkeypatch):
+    read, run, origin = spy(monkeypatch, ckpt, "read"), sample.load_run(runs / "dmd2"), saved(runs / "sft", 2)
+    held, origin = dict(student=run.state["nets"]["student"], **run.state["emas"]), origin["nets"]["student"]
     assert list(run.names) == ["ema_slow", "student", "teacher", "fake_score"]
-    student, average = (dict(sample.load_net(run, n, "cpu").state_dict()) for n in ("student", "ema_slow"))
-    assert differing(student, run.state["nets"]["student"]) == [] and read == []
-    assert differing(average, run.state["emas"]["ema_slow"]) == [] != differing(student, average)
+    for name in "student", "ema_slow":
+        assert differing(dict(sample.load_net(run, name, "cpu").state_dict()), held[name]) == []
+    assert read == [] and differing(held["student"], held["ema_slow"])
     assert all(p.is_meta for net in run.nets.values() for p in net.parameters())
-    teacher = dict(sample.load_net(run, "teacher", "cpu").state_dict())
-    assert differing(teacher, saved(runs / "sft", 2)["nets"]["student"]) == []
-
-def test_frozen_parts_of_a_student_and_its_average_come_from_its_source(runs):
-    run, origin = sample.load_run(runs / "parts"), saved(runs / "sft", 2)["nets"]["student"]
+    assert differing(dict(sample.load_net(run, "teacher", "cpu").state_dict()), origin) == []
+    run = sample.load_run(runs / "parts")
     for name, kept in (("student", run.state["nets"]["student"]), ("ema", run.state["emas"]["ema"])):
         assert "patch.weight" not in kept
         for k, v in sample.load_net(run, name, "cpu").state_dict().items():
@@ -60,14 +58,13 @@ def test_guidance_reaches_the_sampler_and_no_sample_depends_on_its_batch(runs):
     one_by_one, in_fives = (drawn("dmd2", "teacher", 2.0, batch) for batch in (1, 5))
     torch.testing.assert_close(in_fives, one_by_one, rtol=1e-4, atol=1e-5)
 
-@pytest.mark.parametrize("main, run, args, words", [
-    (sample, "dmd2", "--net techer", "did you mean teacher? known: ema_slow, student, teacher, fake_score"),
-    (sample, "dmd2", "--steps 3", "trained for 1 steps, not for --steps 3"),
-    (sample, "dmd2", "--guidance 2", "--guidance 2 changes nothing for ema_slow"),
-    (evaluate, "dmd2", "--steps 1,2", "trained for 1 steps, not for --steps 2")])
-def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch, main, run, args, words):
+def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(main.main, [str(runs / run), *args.split()], says=[words])
+    for main, args, words in (
+            (sample, "--net techer", "did you mean teacher? known: ema_slow, student, teacher, fake_score"),
+            (sample, "--guidance 2", "--guidance 2 changes nothing for ema_slow"),
+            (evaluate, "--steps 1,2", "trained for 1 steps, not for --steps 2")):
+        refused(main.main, [str(runs / "dmd2"), *args.split()], says=[words])
     assert list(tmp_path.iterdir()) == []
 
 # ---- scores
@@ -107,28 +104,26 @@ def test_the_file_holds_every_figure_with_what_made_it(runs, judge):
     evaluate.main([str(runs / "dmd2"), *FEW])
     found = results(runs / "dmd2")
     assert [s["file"] for s in found["sources"].values()] == [str(runs / "sft/checkpoints/0000002.pth")]
-    for row, about in zip(found["results"], (("ema_slow", 1, 1), ("teacher", 18, 35)), strict=True):
-        assert (row["net"], row["steps"], row["calls"]) == about and row["seeds"] == [0, 1]
-        for key in ("fd", "agreement", "nearest"):
-            assert row[key] == pytest.approx(np.mean(row[key + "_each"]))
-            assert row[key + "_std"] == pytest.approx(np.std(row[key + "_each"], ddof=1))
+    rows = [[row[key] for key in ("net", "steps", "calls", "seeds")] for row in found["results"]]
+    assert rows == [["ema_slow", 1, 1, [0, 1]], ["teacher", 18, 35, [0, 1]]]
     # seed 1 again, by the trainer's own function
     run, label = sample.load_run(runs / "dmd2"), evaluate.digits("train")[1][:70]
-    net = sample.load_net(run, "ema_slow", CPU)
+    net, row = sample.load_net(run, "ema_slow", CPU), found["results"][0]
     x0 = draw_samples(run.method, net, run.cfg, list(range(70)), label, 1, 1, CPU)
     for key, value in judge(x0, label).items():
-        assert found["results"][0][key + "_each"][1] == pytest.approx(value, abs=1e-4)
+        each = row[key + "_each"]
+        assert each[1] == pytest.approx(value, abs=1e-4)
+        assert [row[key], row[key + "_std"]] == pytest.approx([np.mean(each), np.std(each, ddof=1)])
 
 def test_two_ranks_give_the_figures_of_one_for_every_net_and_step_count(runs):
-    args = [str(runs / "sft"), *FEW, "--net", "ema,student", "--steps", "1,3"]
-    evaluate.main(args)
-    one = results(runs / "sft")
-    (runs / "sft/eval/0000002.json").unlink()
-    ranks(2, evaluate.main, args)
-    two = results(runs / "sft")
-    assert [(r["net"], r["steps"], r["calls"]) for r in two["results"]] == [
-        ("ema", 1, 1), ("ema", 3, 5), ("student", 1, 1), ("student", 3, 5)]
-    for a, b in zip(one.pop("results"), two.pop("results")):
+    args, found = [str(runs / "sft"), *FEW, "--net", "ema,student", "--steps", "1,3"], []
+    for main in evaluate.main, lambda args: ranks(2, evaluate.main, args):
+        main(args)
+        found.append(results(runs / "sft"))
+        (runs / "sft/eval/0000002.json").unlink()
+    one, two = (each.pop("results") for each in found)
+    assert [(r["net"], r["steps"], r["calls"]) for r in two] == [
+        ("ema", 1, 1), ("ema", 3, 5), ("student", 1, 1), ("student", 3, 5)] and found[0] == found[1]
+    for a, b in zip(one, two, strict=True):
         for key in ("fd", "agreement", "nearest"):
             assert b[key + "_each"] == pytest.approx(a[key + "_each"], abs=1e-6)
-    assert one == two

@@ -1,7 +1,6 @@
 """The loop: exact resume, what a checkpoint holds, skipped updates, precision, logging, sources."""
 import json
 import os
-import shutil
 
 import pytest
 import torch
@@ -30,23 +29,18 @@ def train_parts(names, accum, parts):
 
 @pytest.fixture(scope="module", params=[1, 2])
 def continued(request, tmp_path_factory):
-    """(folder of the runs, number of ranks) after the runs above, in two launches of new processes."""
+    """Folder of the runs above, in two launches of new processes."""
     root, world = tmp_path_factory.mktemp("continued"), request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEWSTEP_OUTPUT_ROOT", str(root))
         for name in run.METHODS:
             setup(name)                                 # makes the toy teachers
         run.ranks(world, train_parts, run.METHODS, 2 // world, dict(straight={}, parts=dict(stop_at=10)))
-        folder = root / "fewstep" / "tests"
-        if world == 2:
-            shutil.copytree(folder / "dmd2_parts", folder / "dmd2_on_one")
         run.ranks(world, train_parts, run.METHODS, 2 // world, dict(parts={}))
-        if world == 2:
-            train_parts(["dmd2"], 2, dict(on_one={}))
-    return folder, world
+    return root / "fewstep" / "tests"
 
 def test_a_stopped_and_continued_run_is_bit_identical_to_a_straight_one(name, continued):
-    straight, parts = (continued[0] / f"{name}_{part}" for part in ("straight", "parts"))
+    straight, parts = (continued / f"{name}_{part}" for part in ("straight", "parts"))
     assert ckpt.scan(straight / "checkpoints") == [20] and ckpt.scan(parts / "checkpoints") == [10, 20]
     a, b = saved(straight, 20), saved(parts, 20)
     assert sum(a["counts"].values()) == 20 and set(a["emas"]) == {"ema", "ema_power", "ema_half"}
@@ -57,12 +51,6 @@ def test_a_stopped_and_continued_run_is_bit_identical_to_a_straight_one(name, co
     assert run.its(run.lines(straight), "val/student/loss") == [0, 5, 10, 15, 20]
     a, b = ([(f / f"samples/{it:07d}.png").read_bytes() for it in (0, 10, 20)] for f in (straight, parts))
     assert a == b and len({*a}) == 3                    # pictures change with the weights alone
-
-@pytest.mark.parametrize("continued", [2], indirect=True)
-def test_a_run_of_two_ranks_continues_on_one_with_twice_the_micro_steps(continued):
-    straight, on_one = (run.lines(continued[0] / f"dmd2_{part}") for part in ("straight", "on_one"))
-    assert len(straight) == 25
-    assert_alike(straight, on_one, rel=1e-5)
 
 def two_ranks():
     """What else is checked on two ranks."""
@@ -76,18 +64,13 @@ def two_ranks():
     trainer.average_gradients(params, 2)
     x = torch.tensor([1.0, 4.0]) * (rank + 1)
     told = common.from_rank0(["rank 0", 0] if rank == 0 else None, world), common.all_mean(x).tolist()
-    torch.distributed.destroy_process_group()
-    method, cfg = setup("sft", max_iter=4, name="one_rank_is_inf")
-    skipping = run.run(poisoned("sft", 2, by=float("inf")) if rank == 1 else method, cfg)
-    return [p.grad for p in params], told, dict(skipping.nets["student"].state_dict()), skipping.lines
+    return [p.grad for p in params], told
 
 def test_two_ranks_agree_and_one_process_is_left_alone():
-    grads, told, nets, lines = zip(*run.ranks(2, two_ranks))
+    grads, told = zip(*run.ranks(2, two_ranks))
     for a, b, c in grads:
         assert a.tolist() == [1.5, 1.5] and b.tolist() == [2, 2] and c is None      # None on every rank stays
     assert told == ((["rank 0", 0], [1.5, 6.0]),) * 2
-    assert differing(*nets) == [] and all(v.isfinite().all() for v in nets[0].values())
-    assert [line.get("skipped", 0) for line in lines[0]] == [0, 0, 1, 0]
     p = torch.nn.Parameter(torch.zeros(2))
     trainer.average_gradients([p], 1)
     assert p.grad is None and common.from_rank0("x", None) == "x" and common.all_mean(p) is p
@@ -120,15 +103,6 @@ def test_new_hyper_parameters_win_from_the_first_step_of_a_resume(monkeypatch):
     assert all(s["step"] == 10 for s in opt.state.values())
 
 # ---- checkpoints
-def test_the_last_iteration_is_saved_once_and_every_iteration_runs_once(monkeypatch):
-    method, cfg = setup("sft", max_iter=10, save_every=5, log_every=3, val_every=5)
-    saves, steps = spy(monkeypatch, ckpt, "save"), spy(monkeypatch, method, "step")
-    lines = run.run(method, cfg).lines
-    assert [args[0].name for args, _ in saves] == ["0000005.pth", "0000010.pth"]
-    # validation: the first 0 and 5, the 10
-    assert [args[2] for args, _ in steps] == [0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
-    assert run.its(lines) == [3, 6, 9, 10] and run.its(lines, "val/student/loss") == [0, 5, 10]
-
 def test_a_start_on_the_meta_device_equals_a_plain_one(name):
     method, cfg = setup(name)
     held = lambda net: dict(training=net.training, **dict([*net.named_parameters(), *net.named_buffers()]))
@@ -176,8 +150,7 @@ def test_autocast_runs_with_float32_weights(name):
             assert {v.dtype for v in tensors.values()} == {torch.float32}
         assert not amp or losses[0] != losses[-1] == pytest.approx(losses[0], rel=0.2, abs=0.02)
 
-@pytest.mark.parametrize("scale", [1, 4])
-@pytest.mark.parametrize("limit", [0.05, 1e6])
+@pytest.mark.parametrize("limit, scale", [(0.05, 1), (0.05, 4), (1e6, 4)])
 def test_clipping_is_torchs_and_takes_the_loss_scale_out(limit, scale):
     ours, theirs = ([torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)] for _ in range(2))
     for p, q in zip(ours, theirs):
@@ -203,41 +176,31 @@ def test_log_lines_are_means_over_their_window_and_the_turns_in_it():
             assert line[key] == pytest.approx(sum(turns) / len(turns), rel=1e-5)
         assert line["img_per_s"] * line["ms_per_it"] == pytest.approx(8 * 1000)
 
-def test_val_settings_validate_under_changed_keys():
-    method, cfg = setup("dmd2", max_iter=2, update_ratio=1, val_every=2, val_batches=2,
-                        val_settings=("guidance=2", "guidance=0.5;dm_t_max=9"))
-    first = run.run(method, cfg).lines[0]
-    changed = cfg | dict(val_settings=(), name="changed", guidance=0.5, dm_t_max=9.0)
-    alone = run.run(method, changed).lines[0]
-    assert first["val/student/dm"] == 0 < first["val/guidance=2/student/dm"]    # fake score = teacher
-    assert first["val/guidance=0.5;dm_t_max=9/student/dm"] == alone["val/student/dm"]
-
 # ---- sources
-def test_a_run_is_a_source_of_its_student_and_its_emas():
+def test_a_run_is_a_source_of_its_student_and_its_emas_pinned_to_the_checkpoint_of_the_start():
     sft = load("sft")
     first = run.run(sft, config(sft, max_iter=4, save_every=2, ema=EMAS)).folder
     def start(source, it, kind, key, **changes):
         """A run whose teacher must be what the checkpoint of iteration `it` holds."""
-        method, cfg = setup("dmd2", teacher=f"{first}{source}", max_iter=1, name=f"from_{key}")
-        cfg |= changes
+        method, cfg = setup("dmd2", **dict(dict(teacher=f"{first}{source}", max_iter=1, name=key)) | changes)
         result = run.run(method, cfg)
         assert differing(dict(result.nets["teacher"].state_dict()), saved(first, it)[kind][key]) == []
-        return cfg["teacher"], result.folder
-    for entry, kind, key in (("", "nets", "student"), ("#ema_power", "emas", "ema_power")):
-        source, folder = start(entry, 4, kind, key)
-        pinned = json.loads((folder / "config.json").read_text())["sources"][source]
-        assert pinned == saved(folder, 1)["sources"][source] and pinned["file"].endswith("0000004.pth")
+        pinned = json.loads((result.folder / "config.json").read_text())["sources"][cfg["teacher"]]
+        assert pinned == saved(result.folder, cfg["max_iter"])["sources"][cfg["teacher"]]
+        assert pinned["file"].endswith(f"{it:07d}.pth")
+    start("", 4, "nets", "student")
+    start("#ema_power", 4, "emas", "ema_power")
     run.run(sft, config(sft, max_iter=6, ema=EMAS))     # the source goes on; a resume keeps to iteration 4
     start("#ema_power", 4, "emas", "ema_power", max_iter=2)
-    start("/checkpoints/0000002.pth#ema", 2, "emas", "ema", name="one")
+    start("/checkpoints/0000002.pth#ema", 2, "emas", "ema")
 
 def test_a_source_that_changed_since_the_start_is_refused_on_resume(tmp_path):
     method, file = load("dmd2"), tmp_path / "teacher.pth"
     whole = torch.load(config(method)["teacher"], weights_only=True)
-    torch.save({k: v + 0 for k, v in whole.items()}, file)
     cfg = config(method, teacher=str(file), max_iter=4)
-    run.run(method, cfg | dict(stop_at=2))
-    torch.save({k: v + 1 for k, v in whole.items()}, file)
-    assert "teacher.pth is not the file it was since this run began" in refused(run.run, method, cfg)
-    torch.save({k: v + 0 for k, v in whole.items()}, file)
-    assert run.run(method, cfg).lines[-1]["it"] == 4
+    for more, stop_at in (0, 2), (1, 4), (0, 4):
+        torch.save({k: v + more for k, v in whole.items()}, file)
+        if more:
+            refused(run.run, method, cfg, says=["teacher.pth is not the file it was since this run began"])
+        else:
+            assert run.run(method, cfg | dict(stop_at=stop_at)).lines[-1]["it"] == stop_at

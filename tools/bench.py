@@ -29,9 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common, logs, shard, train, trainer  # noqa: E401, E402
 
 
-# ---- the passes --------------------------------------------------------------------------------------------
-
-Leaf = namedtuple("Leaf", "shape dtype device requires_grad dual")     # what is kept of a tensor argument
+Leaf = namedtuple("Leaf", "size dtype device requires_grad")            # what is kept of a tensor argument
 
 
 class Calls:
@@ -46,15 +44,15 @@ class Calls:
     def note(self, name, net, args, kwargs, out):
         leaves, tree = tree_flatten((args, kwargs))
         dual = torch._C._functorch.is_functorch_wrapped_tensor              # inside torch.func.jvp
-        leaves = [Leaf(v.shape, v.dtype, v.device, v.requires_grad, dual(v)) if torch.is_tensor(v) else v
-                  for v in leaves]
-        text, forward_mode = f"{name} forward", any(map(is_dual, leaves))
+        duals = [i for i, v in enumerate(leaves) if torch.is_tensor(v) and dual(v)]
+        leaves = [Leaf(v.shape, v.dtype, v.device, v.requires_grad and i not in duals)
+                  if torch.is_tensor(v) else v for i, v in enumerate(leaves)]
         trained = any(p.requires_grad for p in net.parameters())
         graph = torch.is_grad_enabled() and (                               # dual numbers do not say
-            trained if forward_mode else any(v.requires_grad for v in tensors(out)))
-        text += "-mode" * forward_mode + " to a tap" * kwargs.get("stop", False)
+            trained if duals else any(v.requires_grad for v in tensors(out)))
+        text = f"{name} forward" + "-mode" * bool(duals) + " to a tap" * kwargs.get("stop", False)
         text += (" + backward" if trained else " + input gradient") * graph
-        call = functools.partial(call_again, net, tree, leaves, torch.is_grad_enabled(), graph)
+        call = functools.partial(call_again, net, tree, leaves, duals, torch.is_grad_enabled(), graph)
         self.seen.append((text, call))
 
     def take(self):
@@ -66,12 +64,9 @@ class Calls:
         return found
 
 
-def call_again(net, tree, leaves, grad, graph):
-    made, duals = list(leaves), [i for i, v in enumerate(leaves) if is_dual(v)]
-    for i, v in enumerate(leaves):
-        if isinstance(v, Leaf):
-            made[i] = torch.full(v.shape, 0.5 if v.dtype.is_floating_point else 0, dtype=v.dtype,
-                                 device=v.device, requires_grad=v.requires_grad and not v.dual)
+def call_again(net, tree, leaves, duals, grad, graph):
+    made = [torch.full(v.size, 0.5 if v.dtype.is_floating_point else 0, dtype=v.dtype, device=v.device,
+                       requires_grad=v.requires_grad) if isinstance(v, Leaf) else v for v in leaves]
 
     def call(*values):
         for i, v in zip(duals, values):
@@ -90,14 +85,9 @@ def tensors(out):
     return [v for v in tree_flatten(out)[0] if torch.is_tensor(v)]
 
 
-def is_dual(leaf):
-    return isinstance(leaf, Leaf) and leaf.dual
-
-
-# ---- the clock ---------------------------------------------------------------------------------------------
-
 class Syncs(TorchFunctionMode):
-    """Counts calls that make the host wait for the device."""
+    """Counts calls that make the host wait for the device; not those of an optimizer: torch's RAdam reads
+    counters that are on the CPU."""
     names, n, on = "item tolist __bool__ __float__ __int__ __index__ cpu numpy nonzero equal".split(), 0, True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -111,9 +101,9 @@ class Enough(BaseException):
 
 class Clocked:
     """A method as the trainer sees it, its phases in blocks of cfg["iters"] iterations, each followed by the
-    bare calls that it made and the optimizer. Without `parts` only whole iterations are timed."""
+    bare calls that it made and the optimizer."""
 
-    def __init__(self, method, cfg, parts=True):
+    def __init__(self, method, cfg):
         self.method, self.iters, self.init = method, cfg["iters"], lambda cfg: {}
         self.path, self.source = method.path, method.source
         self.build, self.sample = method.build, method.sample
@@ -126,41 +116,26 @@ class Clocked:
         off["max_iter"] = max(cfg["max_iter"], len(self.plan) + 1)
         self.cfg = cfg | off | dict(wandb="disabled", log_level="warning")
         self.blocks, self.syncs, self.laps = {phase: [] for phase in turns}, {}, defaultdict(float)
-        self.part = self.lap if parts else lambda name: None
-        self.then, self.stepped, self.counter, self.calls = time.perf_counter(), -1, None, None
+        self.then, self.stepped, self.calls = time.perf_counter(), -1, None
+        self.counter = contextlib.ExitStack()
 
     def run(self):
-        with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough):
+        with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough), self.counter:
             os.environ["FEWSTEP_OUTPUT_ROOT"] = root
-            try:
-                trainer.train(self, self.cfg)
-            finally:
-                self.close()
-
-    def close(self):
-        if self.counter:
-            self.counter = self.counter.__exit__(None, None, None)
+            trainer.train(self, self.cfg)
 
     def optimizers(self, nets, cfg):
         self.opts = self.method.optimizers(nets, cfg)
-        def before(*_):
-            self.part("average, clip + guard")
-            if self.counter:
-                self.counter.on = False                 # torch's RAdam reads counters that are on the CPU
-        def after(*_):
-            self.part("optimizer")
-            if self.counter:
-                self.counter.on = True
         for opt in self.opts.values():
-            opt.register_step_pre_hook(before)
-            opt.register_step_post_hook(after)
+            opt.register_step_pre_hook(lambda *_: self.lap("average, clip + guard", count=False))
+            opt.register_step_post_hook(lambda *_: self.lap("optimizer"))
         return self.opts
 
     def phase(self, it, cfg):
         """The trainer's first call in an iteration, so also the end of the one before."""
         if it > 0 and it == self.stepped + 1:
             self.lap("EMA + log")
-            self.close()
+            self.counter.close()
             if it % self.iters == 0:
                 self.end(self.plan[it - 1][1])
             if it == len(self.plan):
@@ -169,19 +144,20 @@ class Clocked:
         return self.plan[min(it, len(self.plan) - 1)][1]
 
     def step(self, nets, batch, it, cfg):
-        self.part("data + encode")
+        self.lap("data + encode")
         self.batch, self.stepped, (own, phase) = batch, it, self.plan[it]
         self.calls = self.calls or Calls(nets)
         loss, logged = self.method.step(nets, batch, own, cfg)
-        self.part("step")
+        self.lap("step")
         after = torch.autograd.Variable._execution_engine.queue_callback
-        loss.register_hook(lambda grad: after(lambda: self.part("backward")))
+        loss.register_hook(lambda grad: after(lambda: self.lap("backward")))
         if phase not in self.syncs and not cfg["compile"]:  # in an uncounted block, until the next phase()
-            self.counter = self.syncs[phase] = Syncs().__enter__()
+            self.syncs[phase] = self.counter.enter_context(Syncs())
         return loss, logged
 
-    def lap(self, name):
-        """What ran since the last lap counts as `name`, in ms."""
+    def lap(self, name, count=True):
+        """What ran since the last lap counts as `name`, in ms. `count`: the syncs of what follows?"""
+        Syncs.on = count
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -211,8 +187,6 @@ class Clocked:
         self.calls.take()                               # of the calls just made
 
 
-# ---- the table ---------------------------------------------------------------------------------------------
-
 def row(name, values):
     low, mid, high = quantiles(values, n=4, method="inclusive")
     print(f"  {name:<50}{mid:10.3f}  [{low:.3f} {high:.3f}]")
@@ -225,8 +199,7 @@ def main(argv):
     method.config = method.config | dict(blocks=20, iters=5)
     cfg, _, options = train.resolve(method, argv[1:])
     if options.keys() - {"preset"} or cfg["blocks"] < 2 or cfg["iters"] < 1:
-        raise common.BadInput("tools/bench.py takes a method file, its keys, --preset, --blocks (2 or more), "
-                              "--iters (1 or more), but neither --help nor --dry_run")
+        raise common.BadInput("bench.py takes keys, --preset, --blocks (2 or more) and --iters (1 or more)")
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w")
     print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks",

@@ -64,15 +64,12 @@ class Unpickler(pickle.Unpickler):
 
 def collect(module, prefix=""):
     """{key: tensor} as module.state_dict() would give it."""
-    parts, out = vars(module), {}
+    parts = vars(module)
     hidden = parts.get("_non_persistent_buffers_set", ())
-    for name, tensor in {**parts.get("_parameters", {}), **parts.get("_buffers", {})}.items():
-        if tensor is None or name in hidden:
-            continue
-        out[prefix + name] = tensor.detach().clone()
+    tensors = {**parts.get("_parameters", {}), **parts.get("_buffers", {})}
+    out = {prefix + k: v.detach().clone() for k, v in tensors.items() if v is not None and k not in hidden}
     for name, child in parts.get("_modules", {}).items():
-        if child is not None:
-            out |= collect(child, f"{prefix}{name}.")
+        out |= collect(child, f"{prefix}{name}.") if child is not None else {}
     return out
 
 
