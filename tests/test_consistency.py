@@ -135,7 +135,8 @@ def test_at_r_0_the_target_is_the_data_itself(monkeypatch):
     assert torch.equal(f_r[r == 0], batch["x0"][r == 0]) and not torch.equal(f_t, f_r)
 
 @pytest.mark.parametrize("name, changes, below", [
-    ("cm", {}, 0), ("tcm", {}, 0), ("tcm", dict(t_max=1 + 1e-13, tail_t_dist="uniform"), 1e-12)])
+    ("cm", {}, 0), ("tcm", {}, 0), ("tcm", dict(t_max=1 + 1e-13, t_list=(), tail_t_dist="uniform"),
+                                        1e-12)])
 def test_equal_inputs_have_no_loss_under_dropout_as_all_passes_share_masks(name, changes, below, monkeypatch):
     """below: so close to t' that x_r is x_t, with stage 1's net, of the same weights, for the target."""
     method, cfg = setup(name, dropout=0.5, **changes)

@@ -117,6 +117,7 @@ def test_forward_mode_under_shards_is_refused_by_name_where_torch_cannot(name, m
     monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
     refused(method.build, cfg, says=["2.13", "--jvp difference"])
     method.build(cfg | dict(jvp="difference"))
+    refused(method.build, cfg | dict(jvp="difference", amp="bf16"), says=["bf16", "--amp"])
 
 # ---- sCM
 @pytest.mark.parametrize("schedule", ["edm", "rf", "trig"])

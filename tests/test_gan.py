@@ -57,9 +57,12 @@ def gaussians(name, shape=(4096, 1, 1, 1), q=0.9, mean=0.0, **changes):
     return method, cfg, held, labelled(0.5 * torch.randn(shape, generator=torch.manual_seed(0)))
 
 # ---- DMD2
-def test_dmd2_has_five_turns_of_the_fake_score_before_each_of_the_student():
+def test_dmd2_has_five_turns_of_the_fake_score_before_each_of_the_student(outputs, capsys):
     turns = [load("dmd2").phase(it, dict(update_ratio=5)) for it in range(60)]
     assert turns == (["fake"] * 5 + ["student"]) * 10   # FastGen: 4, with the student first
+    method, cfg = setup("dmd2", max_iter=5)
+    run.run(method, cfg)
+    assert "--max_iter 5 ends before the first turn of phase 'student'" in capsys.readouterr().out
 
 @pytest.mark.parametrize("q, slope", [(0.9, 0.254224), (0.5, 0.0)])
 def test_dmd2_student_gradient_is_the_closed_form_and_0_where_the_fake_score_is_the_teacher(q, slope):

@@ -67,7 +67,9 @@ def test_what_is_there_is_kept_and_a_folder_made_otherwise_is_refused(tmp_path, 
     calls = spy(monkeypatch, make_pairs, "solve")
     assert make(folder) == whole and len(whole) == 8 and len(calls) == 4    # the batches of two files
     torch.save({k: v + 1 for k, v in torch.load(run.teacher("toy:tiny")).items()}, other)
-    for option, words in (("--guidance=2", "with guidance 1.0, not 2.0"), ("--path_t=2,3", "descending"),
+    for option, words in (("--guidance=2", "with guidance 1.0, not 2.0"),
+                          ("--path_t=2,3", "--path_t 2,3 must"),
+                          ("--path_t=1001", "at most 1000 (schedule edm)"),
                           (f"--teacher={other}", "with weights"), ("--seed=1", "with seed 0")):
         refused(make, folder, option, says=[words])
     assert make(folder) == whole
@@ -94,7 +96,7 @@ def test_pairs_that_are_not_the_students_are_one_sentence(outputs):
     for changes, word in (
             (dict(data="digits"), "tools/make_pairs.py --net toy:tiny"),
             (dict(data="nowhere"), "make_pairs.py --out nowhere"), (dict(guidance=2.0), "guidance 1.0"),
-            (dict(val_every=5, val_data="digits"), "kd trains on pairs"), (dict(xflip=True), "would part"),
+            (dict(val_every=5, val_data="digits"), "kd trains on pairs"), (dict(xflip=True), "--xflip"),
             (dict(net="toy:tiny,schedule=rf,pred=flow", t_list=(0.9,)), "schedule edm, this run has rf"),
             (dict(val_settings=("steps=2;t_list=80,3",)), "80.0, 3.0"), (dict(steps=5), "--steps 5"),
             (dict(t_list=(2.5,)), "--path_t 2.5")):

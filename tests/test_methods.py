@@ -17,14 +17,15 @@ from run import (assert_alike, batch_of, config, differing, load, nets_of, one_s
 WEIGHS = dict(scm=dict(tangent=None), mean_flow=dict(fm=None, mse=None),
               **dict.fromkeys(("dmd2", "f_distill"), dict(gan_g="gan_weight", gan_d="gan_d_weight")))
 # values that build() refuses, one at a time
-CONSISTENCY = dict(loss_weight="gaps", ratio_cap=1.0, q=1.0, t_list=(80.0, 90.0), guidance=2.0)
+CONSISTENCY = dict(loss_weight="gaps", ratio_cap=1.0, q=1.0, t_list=(80.0, 90.0), t_max=79.0,
+                   guidance=2.0)
 TANGENTS = dict(jvp="exact", jvp_step=0.0, tangent_warmup=-1, teacher="")
 REFUSED = dict(
     sft=dict(cond_dropout=-1.0), kd=dict(target="state", norm="l3"), dmd2=dict(update_ratio=0),
     ladd=dict(guidance=2.0), f_distill=dict(divergence="tv", ratio_min=0.0),
     cm=CONSISTENCY | dict(t_dist="logits", distill=True, grid_end=5),
     tcm=CONSISTENCY | dict(transition=0.0, tail_t_dist="x", boundary_prob=1.0, t_list=(80.0, 0.5)),
-    scm=TANGENTS | dict(tangent="clap", t_min=99.0), mean_flow=TANGENTS | dict(
+    scm=TANGENTS | dict(tangent="clap", t_min=99.0, t_max=5.0), mean_flow=TANGENTS | dict(
         t_std=0.0, pairs="max", loss="l1", ratio=1.5, cond_dropout=-1.0, kappa=0.5, guidance_interval=(0.2,)))
 
 def weights_of(method):
