@@ -94,7 +94,7 @@ def test_the_teachers_step_is_guided_alike_on_every_schedule_and_ends_in_its_den
     assert torch.allclose(one[2:], common.predict(Gauss(1.0, 0.5), z, u, batch["cond"])[2:], atol=1e-6)
 
 @pytest.mark.parametrize("name, changes", [
-    ("cm", {}), ("tcm", dict(stage1="")), ("tcm", {}), ("scm", dict(t_list=(80.0, 2.0)))])
+    ("cm", {}), ("tcm", dict(stage1="")), ("tcm", {}), ("scm", dict(t_list=(80.0, 2.0), t_max=0.0))])
 def test_any_number_of_steps_keeps_the_spread_of_an_exact_consistency_function(name, changes):
     method, cfg = setup(name, **changes)
     net, batch = Exact(0.0, 0.5), labelled(torch.zeros(16, 1, 64, 64))

@@ -164,5 +164,4 @@ def test_a_run_on_pairs_samples_by_its_target_and_is_scored_also_without_them(ca
     shutil.rmtree(cfg["data"])
     evaluate.main([str(folder), "--samples=20", "--seeds=1"])
     assert {args[2:] == ([80.0, 2.5, 0.8, 0.4, 0.0], "edm", "ode") for args, _ in calls} == {True}
-    out = capsys.readouterr().out
-    assert "(kd): 20 samples" in out and f"score it: python evaluate.py {folder}" in out
+    assert "(kd): 20 samples" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 import io
 import json
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import run
 import trainer
 from nets import dit, encoders
 from run import refused
-from test_data import labels, npz, write, zipped
+from test_data import labels, write
 
 NET = "dit:sit_b2,x_shape=(4,8,8),dim=64,depth=2,heads=4"
 SCALE = 0.18215
@@ -30,6 +31,12 @@ def npy(array):
     np.save(file := io.BytesIO(), array)
     return file.getvalue()
 
+def zipped(files):
+    with zipfile.ZipFile(file := io.BytesIO(), "w") as z:
+        for name, content in files.items():
+            z.writestr(name, content)
+    return file.getvalue()
+
 def settings(path, **changes):
     return trainer.defaults | run.TINY | dict(net=NET, data=str(path), data_scale=SCALE) | changes
 
@@ -41,9 +48,9 @@ def test_moments_in_a_zip_a_folder_and_an_npz_and_ready_latents_are_alike_and_sc
     files = dict(zip(names, map(npy, stored)))
     write(tmp_path, {f"set/{name}": content for name, content in files.items()} | {
         "set.zip": zipped(files | labels(*([n, int(c)] for n, c in zip(names, label)))),
-        "set.npz": npz(moments=stored, labels=label),
+        "set.npz": dict(moments=stored, labels=label),
         "ready.zip": zipped({f"{i}.npy".zfill(6): npy(z) for i, z in enumerate(ready)}),
-        "ready.npz": npz(latents=ready)})
+        "ready.npz": dict(latents=ready)})
     for name in "set", "set.zip", "set.npz", "ready.zip", "ready.npz":
         found = data.load(cfg := settings(tmp_path / name, batch_size=40))
         raw, kind = next(data.Loader(found, cfg)), "latent" if "ready" in name else "moments"
@@ -99,7 +106,7 @@ FLOW = NET + ",reverse=false,learn_sigma=false,r_kind=diff"     # MeanFlow's DiT
 def test_the_presets_of_dit_and_sit_lower_their_loss_on_stored_latents(tmp_path, name, preset, net, keys):
     """By the mean of the last 40 iterations of 120 below 0.6 of that of the first 20; in bf16."""
     stored, label = moments()
-    write(tmp_path, {"set.npz": npz(moments=stored, labels=label)})
+    write(tmp_path, {"set.npz": dict(moments=stored, labels=label)})
     given = run.TINY | dict(net=net, data=str(tmp_path / "set.npz"), teacher="", batch_size=64, lr=1e-3,
                             max_iter=120, log_every=20, sample_every=120, steps=4, amp="bf16")
     method = run.load(name)

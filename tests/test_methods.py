@@ -17,8 +17,7 @@ from run import (assert_alike, batch_of, config, differing, load, nets_of, one_s
 WEIGHS = dict(scm=dict(tangent=None), mean_flow=dict(fm=None, mse=None),
               **dict.fromkeys(("dmd2", "f_distill"), dict(gan_g="gan_weight", gan_d="gan_d_weight")))
 # values that build() refuses, one at a time
-CONSISTENCY = dict(loss_weight="gaps", ratio_cap=1.0, q=1.0, t_list=(80.0, 90.0), t_max=79.0,
-                   guidance=2.0)
+CONSISTENCY = dict(loss_weight="gaps", ratio_cap=1.0, q=1.0, t_list=(80.0, 90.0), guidance=2.0)
 TANGENTS = dict(jvp="exact", jvp_step=0.0, tangent_warmup=-1, teacher="")
 REFUSED = dict(
     sft=dict(cond_dropout=-1.0), kd=dict(target="state", norm="l3"), dmd2=dict(update_ratio=0),
@@ -118,6 +117,7 @@ def test_what_cannot_work_is_refused_before_any_work(name):
     method, cfg = setup(name, classes=10, **scratch.get(name, {}))
     if name in scratch:                                 # no teacher is built or read
         assert {*method.build(cfg)} == {"student"} and method.init(cfg) == {}
+        refused(method.build, cfg | dict(t_list=(80.0, 2.0), t_max=79.0), says=["at most 79 (--t_max)"])
         cfg |= dict(t_list=(), **dict(stage1="x") if name == "tcm" else {})
     for key, value in REFUSED[name].items():
         word = value if isinstance(value, str) and value else key
