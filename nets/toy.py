@@ -22,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange
 
-from common import BadInput, expand
+from common import BadInput, chunk_of, chunks, expand
 
 sizes = dict(tiny=dict(), video=dict(frames=6, chunk=2, schedule="rf", pred="flow"))
 
@@ -30,13 +30,6 @@ sizes = dict(tiny=dict(), video=dict(frames=6, chunk=2, schedule="rf", pred="flo
 def make(size, /, **options):
     """Net of a named size; options (those of `Toy`) override its entry."""
     return Toy(**sizes[size] | options)
-
-
-def chunks(frames, chunk):
-    """Sizes of the chunks of a clip, in order: all `chunk` frames long but the first, which also takes the
-    remainder: chunks(8, 3) = [5, 3], chunks(2, 3) = [2]; chunk 0 is one chunk of all frames."""
-    n = max(frames // chunk, 1) if chunk else 1
-    return [frames - chunk * (n - 1)] + [chunk] * (n - 1)
 
 
 def wide(dtype):
@@ -237,9 +230,8 @@ class Toy(nn.Module):
 
     def mask(self, past, frames, tokens, device):
         """True = seen (cached, own or earlier chunk): (F tokens, (P + F) tokens), or None if all is seen."""
-        sizes = chunks(frames, self.chunk)
-        if len(sizes) == 1:
+        if len(chunks(frames, self.chunk)) == 1:
             return None
-        query = torch.tensor([i for i, size in enumerate(sizes) for _ in range(size)], device=device)  # (F,)
+        query = chunk_of(frames, self.chunk, device)                             # (F,)
         key = torch.cat([query.new_full((past,), -1), query])                    # (P + F,)
         return (key <= query[:, None]).repeat_interleave(tokens, 0).repeat_interleave(tokens, 1)
