@@ -462,27 +462,23 @@ def over_frames(mask):
 
 def forget(cache, sink, last):
     """A net's KV cache with its first `sink` and its `last` frames only."""
-    n = len(cache["pos"])
+    if (n := len(cache["pos"])) <= sink + last:
+        return cache
     ends = lambda v, d: torch.cat([v.narrow(d, 0, sink), v.narrow(d, n - last, last)], d)       # noqa: E731
-    return cache if n <= sink + last else dict(cache, pos=ends(cache["pos"], 0),
-                                               kv=[ends(kv, 1) for kv in cache["kv"]])
+    return dict(cache, pos=ends(cache["pos"], 0), kv=[ends(kv, 1) for kv in cache["kv"]])
 
 
 def causal_rollout(net, noise, ts, cond, kind="sde", call=None, grad_chunks=0, first=None, window=0, sink=0,
                    context_noise=0.0, uncond=None, guidance=1.0):
-    """x0 (B, C, F, H, W) of a causal net, F that of noise(k), one chunk of net.chunk frames after the other:
-    `few_step` from a slice of the noise, seeing the finished chunks through the net's KV cache.
-
-    call          (from 0) of the sampler whose x0 counts, the same in every chunk; None = the last of ts
-    gradient      of that call alone, its input and cache being constants, in the last grad_chunks; 0 = all
-    first         (B, C, f, H, W): clean frames that the clip begins with, in place of as much noise
-    window, sink  in frames: a chunk sees the first `sink` and, itself included, the last `window`; 0 = all.
-                  Positions stay absolute.
-    context_noise the time at which the cache is written, of finished chunks that are noised to it
-    """
-    z, done, start = noise(0), [], 0
-    sizes = [first.shape[2]] if first is not None else []
-    sizes += chunks(z.shape[2] - sum(sizes), net.chunk)
+    """x0 (B, C, F, H, W) of a causal net, F that of noise(k): `few_step`, one chunk of net.chunk frames after
+    the other, from its slice of the noise, seeing the finished ones through the net's KV cache.
+    call: that of the sampler (from 0) whose x0 counts, in all chunks alike; None = the last. Gradient: of that
+    call alone, its input and cache being constants, in the last grad_chunks chunks (0 = all). first: clean
+    frames (B, C, f, H, W) that the clip begins with. window, sink: a chunk sees the first `sink` frames and,
+    itself included, the last `window` (0 = all); positions stay absolute. context_noise: the t to which a
+    finished chunk is noised, and at which its keys and values are written."""
+    done, start, sizes = [], 0, [first.shape[2]] if first is not None else []
+    sizes += chunks(noise(0).shape[2] - sum(sizes), net.chunk)
     conds = [cond if guidance else uncond] + ([uncond] if guidance not in (0, 1) else [])
     caches = [None] * len(conds)
     for left, size in zip(range(len(sizes), 0, -1), sizes):
