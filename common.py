@@ -472,11 +472,11 @@ def causal_rollout(net, noise, ts, cond, kind="sde", call=None, grad_chunks=0, f
                    context_noise=0.0, uncond=None, guidance=1.0):
     """x0 (B, C, F, H, W) of a causal net, F that of noise(k): `few_step`, one chunk of net.chunk frames after
     the other, from its slice of the noise, seeing the finished ones through the net's KV cache.
-    call: that of the sampler (from 0) whose x0 counts, in all chunks alike; None = the last. Gradient: of that
-    call alone, its input and cache being constants, in the last grad_chunks chunks (0 = all). first: clean
-    frames (B, C, f, H, W) that the clip begins with. window, sink: a chunk sees the first `sink` frames and,
-    itself included, the last `window` (0 = all); positions stay absolute. context_noise: the t to which a
-    finished chunk is noised, and at which its keys and values are written."""
+    call: that of the sampler (from 0) whose x0 counts, in all chunks alike; None = the last. Gradient: of it
+    alone, its input and cache being constants, in the last grad_chunks chunks (0 = all). first: clean frames
+    (B, C, f, H, W) that the clip begins with. window, sink: a chunk sees the first `sink` frames and, itself
+    included, the last `window` (0 = all); positions stay absolute. context_noise: the t to which a finished
+    chunk is noised, and at which its keys and values are written."""
     done, start, sizes = [], 0, [first.shape[2]] if first is not None else []
     sizes += chunks(noise(0).shape[2] - sum(sizes), net.chunk)
     conds = [cond if guidance else uncond] + ([uncond] if guidance not in (0, 1) else [])
