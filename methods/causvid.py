@@ -12,7 +12,7 @@ t is one value per clip. The sampler sees finished chunks of its own through the
 noised ones of the data: methods/self_forcing.py closes that gap. FastGen has 4 fake updates per student
 update, the GAN, dsm of x0 and t down to 0.001.
 
-    python train.py methods/causvid.py                              moving digits, from the causal KD student
+    python train.py methods/causvid.py                              moving digits
     torchrun --nproc_per_node 8 train.py methods/causvid.py --preset wan --data latents/{000..099}.tar
 """
 import torch
@@ -47,7 +47,14 @@ config = dict(
     ema=("ema:0.99",),
 )
 
-presets = dict()
+presets = dict(
+    # The authors' wan_causal_dmd: 64 clips of 21 frames, times by shift 8, their guidance 3.5 is 4.5 here;
+    # assumption: 1000 student updates, where they saw it saturate. --student: as self_forcing.py
+    wan=dict(net="wan:t2v_1_3b", teacher="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+             student="outputs/fewstep/wan/causal_kd_wan", chunk=3, steps=3, t_list=(0.999, 0.757, 0.522),
+             t_shift=8.0, guidance=4.5, batch_size=64, max_iter=6000, lr=2e-6, lr_fake=2e-6, amp="bf16",
+             parallel="fsdp", recompute=True, save_every=600, val_every=0, sample_every=600),
+)
 
 
 def build(cfg):

@@ -10,11 +10,11 @@
 
 t is one value per clip. Without the GAN (as published) the data give conditions and the clip's shape alone.
 With frames_max above the data's frames, rollouts have a random number of further chunks and the last window
-is scored; its first chunk is context without a gradient (its first frame encoded anew as an image, where
-there is a VAE). The authors' code adds 0.5 % noise to the context even at t = 0, and lets a gradient into
-the cache; FastGen has 4 fake updates per student update, the GAN, and dsm of x0. Neither is the case here.
+is scored; its first chunk is context without a gradient, its first frame encoded anew as an image where there
+is a VAE. The authors' code adds 0.5 % noise to the context at t = 0 and lets a gradient into the cache (not
+here); FastGen has 4 fake updates per student update, the GAN, and dsm of x0.
 
-    python train.py methods/self_forcing.py                         moving digits, from the causal KD student
+    python train.py methods/self_forcing.py                         moving digits
     torchrun --nproc_per_node 8 train.py methods/self_forcing.py --preset wan --data latents/{000..099}.tar
 """
 import torch
@@ -27,10 +27,8 @@ config = dict(
     recipes="self_forcing", net="wan:digits", data="moving_digits", teacher="assets/moving_digits.pth",
     student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
     teacher_net="",                  # the teacher's, where it is another one; "" = net
-    chunk=2,                         # frames that the student makes at once; paper: 3, or 1
-    steps=4,
-    max_iter=3600,                   # = 600 student updates
-    batch_size=32,
+    chunk=2, steps=4,                # frames that the student makes at once (paper: 3, or 1), in how many steps
+    max_iter=3600, batch_size=32,    # = 600 student updates
     update_ratio=5,                  # fake updates before each student update; at least 1
     lr=1e-4, lr_fake=2e-4, lr_disc=2e-4,        # student, fake score, discriminator
     optimizer="adamw",               # adamw, adam, radam
@@ -38,7 +36,7 @@ config = dict(
     weight_decay=0.01,               # 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...: 1, .75, .5, .25, shifted by 5
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
-    last_step_only=False,            # always the last step, never an earlier one
+    last_step_only=False,            # never an earlier one
     grad_chunks=0,                   # last chunks that get a gradient; 0 = all
     context_noise=0.0,               # t of the finished chunks in the cache
     window=0, sink=0,                # frames a chunk sees, and first frames it sees besides; 0 = all
@@ -55,7 +53,14 @@ config = dict(
     ema=("ema:0.99",),
 )
 
-presets = dict()
+presets = dict(
+    # The authors' self_forcing_dmd: 64 clips of 21 frames, 600 iterations = 120 student updates, average from
+    # iteration 200; their guidance 3 is 4 here. --student: of an ODE regression (causal_kd.py)
+    wan=dict(net="wan:t2v_1_3b", teacher_net="wan:t2v_14b", teacher="Wan-AI/Wan2.1-T2V-14B-Diffusers",
+             student="outputs/fewstep/wan/causal_kd_wan", fake_score="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+             chunk=3, guidance=4.0, batch_size=64, max_iter=720, lr=2e-6, lr_fake=4e-7, amp="bf16",
+             parallel="fsdp", recompute=True, save_every=60, val_every=0, sample_every=60),
+)
 
 
 def build(cfg):
@@ -139,18 +144,17 @@ def fake_step(nets, batch, it, cfg):
 
 def generate(student, batch, it, cfg):
     """The last frames of a rollout, as many as the data have, to a random step that all ranks share."""
-    shape, chunk, shared = batch["x0"].shape, student.chunk, common.shared_generator(cfg["seed"], it)
-    call = int(torch.randint(cfg["steps"], (), generator=shared))
-    more = int(torch.randint(max(cfg["frames_max"] - shape[2], 0) // chunk + 1, (), generator=shared))
-    noise = common.train_noise((*shape[:2], shape[2] + more * chunk, *shape[3:]), batch["x0"].device)
+    b, c, frames, *size = batch["x0"].shape
+    shared = common.shared_generator(cfg["seed"], it)
+    call, more = (int(torch.randint(n, (), generator=shared)) for n in (
+        cfg["steps"], max(cfg["frames_max"] - frames, 0) // student.chunk + 1))
+    noise = common.train_noise((b, c, frames + more * student.chunk, *size), batch["x0"].device)
     # of a longer clip the window's first chunk gets no gradient
-    whole = (shape[2] - 1) // chunk if more else cfg["grad_chunks"]
+    most = (frames - 1) // student.chunk if more else cfg["grad_chunks"]
     x = rollout(student, noise, batch["cond"], cfg, call=cfg["steps"] - 1 if cfg["last_step_only"] else call,
-                grad_chunks=min(whole, cfg["grad_chunks"] or whole))
-    if not more:
-        return x
-    first = encoders.last_frame(x[:, :, :1 - shape[2]], cfg)
-    return torch.cat([first, x[:, :, 1 - shape[2]:]], 2)
+                grad_chunks=min(most, cfg["grad_chunks"] or most))
+    first, rest = x[:, :, :1 - frames], x[:, :, 1 - frames:]
+    return torch.cat([encoders.last_frame(first, cfg), rest], 2) if more else x
 
 
 def rollout(net, noise, cond, cfg, **kw):
