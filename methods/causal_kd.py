@@ -46,8 +46,8 @@ presets = dict(
     # CausVid's wan_causal_ode: 1.5 k pairs at guidance 6 and 50 Euler steps (theirs at shift 8), 128 clips
     wan=dict(net="wan:t2v_1_3b", data="outputs/pairs/wan", teacher="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
              chunk=3, pairs="clip", guidance=6.0, steps=3, t_list=(0.999, 0.757, 0.522), batch_size=128,
-             lr=2e-6, lr_schedule="constant", warmup=0, amp="bf16", parallel="fsdp", recompute=True, save_every=500,
-             val_every=0, sample_every=500),
+             lr=2e-6, lr_schedule="constant", warmup=0, amp="bf16", parallel="fsdp", recompute=True,
+             save_every=500, val_every=0, sample_every=500),
 )
 
 

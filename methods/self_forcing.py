@@ -27,7 +27,7 @@ config = dict(
     recipes="self_forcing", net="wan:digits", data="moving_digits", teacher="assets/moving_digits.pth",
     student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
     teacher_net="",                  # the teacher's, where it is another one; "" = net
-    chunk=2, steps=4,                # frames that the student makes at once (paper: 3, or 1), in how many steps
+    chunk=2, steps=4,                # frames that the student makes at once (paper: 3, or 1); in as many steps
     max_iter=3600, batch_size=32,    # = 600 student updates
     update_ratio=5,                  # fake updates before each student update; at least 1
     lr=1e-4, lr_fake=2e-4, lr_disc=2e-4,        # student, fake score, discriminator
@@ -182,7 +182,6 @@ def taps(net, cfg):
 
 
 def features(nets, x_t, t, cond, cfg):
-    """Encoder features of the fake score; nothing behind the last tap is computed."""
     return nets["fake_score"](x_t, t, cond, taps=taps(nets["fake_score"], cfg), stop=True)["taps"]
 
 
