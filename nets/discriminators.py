@@ -23,8 +23,8 @@ class Head(nn.Sequential):
         *layers, last = self
         for layer in layers:
             x = layer(x)
-        logit = last(x).mean((2, 3))
-        return logit if e is None else logit + (x.mean((2, 3)) * e).sum(1, keepdim=True)
+        logit = last(x).flatten(2).mean(2)
+        return logit if e is None else logit + (x.flatten(2).mean(2) * e).sum(1, keepdim=True)
 
 
 class ZeroEmbedding(nn.Embedding):
@@ -33,7 +33,7 @@ class ZeroEmbedding(nn.Embedding):
 
 
 class Heads(nn.Module):
-    """One head per feature map (C, H, W); a family makes each in `head(C, H, W)` and keeps them in `name`.
+    """One head per feature map (C, [T,] H, W), made by a family's `head(C, [T,] H, W)` and kept in `name`.
 
     With label_dim or text_dim a head is conditioned by projection (Miyato 2018, arXiv 1802.05637) on the
     label, the mean of the text, or both; that part starts at 0.
@@ -53,8 +53,8 @@ class Heads(nn.Module):
         self.blocks = [f"{self.name}.{i}" for i in range(len(self.shapes))] if big else []
 
     def forward(self, features, cond={}):
-        """features: list of (B, C, H, W) in the order of tap_shapes -> logits (B, heads). Of cond: label,
-        text, text_mask."""
+        """features: list of (B, C, [T,] H, W) in the order of tap_shapes -> logits (B, heads). Of cond:
+        label, text, text_mask."""
         if [tuple(x.shape[1:]) for x in features] != self.shapes:
             raise BadInput(f"features {[tuple(x.shape) for x in features]} do not fit a discriminator built "
                            f"for {self.shapes}; build it with the net's tap_shapes(taps)")
@@ -104,12 +104,23 @@ class ImageDiTHead(Heads):
         return Head(*half, nn.Conv2d(c // 2, 1, 1))
 
 
+class VideoDiTHead(Heads):
+    """For features of a video transformer: a head halves all axes once; its logit is a mean over places."""
+    name = "cls_pred_heads"
+
+    @staticmethod
+    def head(c, t, h, w):
+        half = nn.Conv3d(c, c // 2, (min(2, t), 4, 4), stride=2, padding=(0, 1, 1))
+        return Head(half, group_norm(c // 2), nn.LeakyReLU(0.2), nn.Conv3d(c // 2, 1, 1))
+
+
 def make_head(net, taps, cond=False):
     """The discriminator for features of `net` at these taps, of the kind that suits the net; with cond it
     sees the net's conditions."""
-    kinds = dict(unet=UNetHead, image_dit=ImageDiTHead)
+    kinds = dict(unet=UNetHead, image_dit=ImageDiTHead, video_dit=VideoDiTHead)
+    kind = getattr(net, "head_kind", "video_dit" if len(net.x_shape) == 4 else "unet")
     sees = dict(label_dim=getattr(net, "label_dim", 0), text_dim=getattr(net, "text_dim", 0)) if cond else {}
-    return kinds[getattr(net, "head_kind", "unet")](net.tap_shapes(taps), **sees)
+    return kinds[kind](net.tap_shapes(taps), **sees)
 
 
 class DensityRatio(nn.Module):

@@ -1,4 +1,4 @@
-"""What the networks of the public models share: the checked call, embeddings, attention, positions, Euler."""
+"""What the nets of the public models share: the checked call, embeddings, attention, positions, samplers."""
 import math
 from contextlib import nullcontext
 
@@ -15,19 +15,22 @@ from common import BadInput, predict, t_like
 class Net(nn.Module):
     """The call of design.md §4 around a family's own `run`, with everything about it checked.
 
-    A family sets schedule, pred, x_shape, blocks and taps_at, the shapes (C, H, W) of its taps, has `dtype`
-    (that of its weights, read from a parameter of the root) and
+    A family sets schedule, pred, x_shape, blocks and taps_at, the shapes (C, [T,] H, W) of its taps, has
+    `dtype` (that of its weights, read from a parameter of the root) and
 
-        run(x (B, C, H, W), times, cond, tap) -> (prediction like x, None if stopped; embedding of t (B, D))
+        run(x (B, C, [T,] H, W), times, cond, tap, **kw)
+            -> prediction like x, None if stopped; embedding of t (B, D) or, by frame, (B, T, D); the cache
 
     x and cond's tensors, but for those in `exact`, come in the weights' type, times = (t,) or (t, r) float64
-    (B,), as given. After the k-th tapped block it calls tap(k, feature (B, C, H, W)) and stops where that
-    returns True. Heads that a net may lack (r_embedder, logvar_linear) are None then; sources may lack or
-    have them.
+    (B,), for video also (B, T), as given. kw are those of skip, start, cache and write that the net `takes`;
+    the cache is returned where `write` asks for it. After the k-th tapped block it calls tap(k, feature
+    (B, C, [T,] H, W)) and stops where that returns True. Heads that a net may lack (r_embedder,
+    logvar_linear) are None then; sources may lack or have them.
     """
     optional = ("r_embedder.", "logvar_linear.")
     exact = ()                           # keys of cond that keep their own type: numbers like t
     label_dim = 0
+    takes = ()                           # of skip, start, cache, write
     layouts = dict(public=())            # of sources: substitutions (pattern, theirs) from our keys to theirs
 
     def __init__(self):
@@ -41,10 +44,12 @@ class Net(nn.Module):
     @property
     def head_kind(self):
         """The kind of discriminator head: a transformer's features are all of one size, a U-Net's shrink."""
+        if len(self.x_shape) == 4:
+            return "video_dit"
         return "image_dit" if len({shape[1:] for shape in self.taps_at}) == 1 else "unet"
 
     def tap_shapes(self, taps):
-        """Shapes (C, H, W) at x_shape of the features that a call with these taps returns, ascending."""
+        """Shapes (C, [T,] H, W) at x_shape of the features that a call with these taps returns, ascending."""
         if bad := [k for k in taps if k not in range(self.n_taps)]:
             raise BadInput(f"tap {bad[0]} does not exist in this net; its taps are 0 to {self.n_taps - 1}")
         return [self.taps_at[k] for k in sorted(set(taps))]
@@ -56,10 +61,17 @@ class Net(nn.Module):
 
     def forward(self, x_t, t, cond={}, r=None, taps=(), stop=False, logvar=False, skip=(), start=0,
                 cache=None, write=False):
-        """x_t (B, C, H, W), t and r (B,) -> the prediction in at least float32, or a dict of out, taps,
-        logvar (B,). What cond may hold is said by the family; the rest of it is ignored."""
-        if skip or start or cache is not None or write:
-            raise BadInput("an image net has no skip, start, cache or write; leave them out")
+        """x_t (B, C, [T,] H, W), t and r (B,), for video also (B, T) -> the prediction in at least float32,
+        or a dict of out, taps, logvar (B,), cache. What cond may hold is said by the family; the rest of it
+        is ignored. skip: indices of tapped blocks that are left out. start: position of the first frame.
+        cache: of earlier frames, read; write: returned with these frames, the given one is as it was."""
+        extra = dict(skip=skip, start=start, cache=cache, write=write)
+        for name, value in extra.items():
+            if name not in self.takes and (value or name == "cache" and value is not None):
+                raise BadInput(f"{type(self).__name__} as it was built takes {self.takes or 'none'} of skip, "
+                               f"start, cache and write; leave {name} out")
+        if write and (stop or skip):
+            raise BadInput("a cache is written by all blocks; leave skip and stop out where write is asked")
         heads = dict(r=(r is not None, self.r_embedder), logvar=(logvar, self.logvar_linear))
         for name, (asked, head) in heads.items():
             if asked and head is None:
@@ -69,6 +81,7 @@ class Net(nn.Module):
         if x_t.shape[1] != self.x_shape[0] or x_t.ndim != len(self.x_shape) + 1:
             raise BadInput(f"x_t of shape {tuple(x_t.shape)} for a net of {self.x_shape}")
         shapes, features = self.tap_shapes(taps), []
+        self.tap_shapes(skip)
 
         def tap(k, feature):
             if k in taps:
@@ -78,14 +91,16 @@ class Net(nn.Module):
         cast = lambda v: v.to(self.dtype) if v.is_floating_point() else v                       # noqa: E731
         times = (t,) if r is None else (t, r)
         cond = {k: v if k in self.exact else cast(v) for k, v in cond.items()}
-        out, e = self.run(cast(x_t), times, cond, tap)
+        out, e, *written = self.run(cast(x_t), times, cond, tap, **{k: extra[k] for k in self.takes})
         wide = torch.promote_types(torch.float32, x_t.dtype)
         result = {} if out is None else dict(out=out.to(wide))
         if taps:
             result["taps"] = features
         if logvar:
-            result["logvar"] = self.logvar_linear(e)[:, 0].to(wide)
-        return result if taps or logvar else result["out"]
+            result["logvar"] = self.logvar_linear(e).flatten(1).mean(1).to(wide)        # over the frames
+        if write:
+            result["cache"], = written
+        return result if taps or logvar or write else result["out"]
 
     def need(self, cond, **widths):
         """The tensors of cond that the net cannot do without, each with the width of its last axis."""
@@ -94,6 +109,15 @@ class Net(nn.Module):
             if key not in cond or cond[key].shape[-1] != width:
                 raise BadInput(f"{type(self).__name__} needs {key} of width {width} in cond, which {found}")
         return [cond[key] for key in widths]
+
+    def need_frames(self, cond, key, channels, start, x):
+        """cond's latents (B, channels, T, H, W) at the frames of x, of which the first is `start`."""
+        given, end = cond.get(key), start + x.shape[2]
+        want, found = (len(x), channels, end, *x.shape[3:]), () if given is None else tuple(given.shape)
+        if (*found[:2], *found[3:]) != (*want[:2], *want[3:]) or found[2] < end:
+            raise BadInput(f"{type(self).__name__} as built needs {key} {want}, or more frames, in cond, "
+                           f"which has {found or 'none'}")
+        return given[:, :, start:end]
 
     def labels(self, cond, t):
         """Class indices (B,) of cond, -1 (none) as label_dim, which is the null class."""
@@ -128,6 +152,13 @@ def sin_emb(t, n, dtype, scale=1.0):
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(dtype)
 
 
+def per_frame(t, x):
+    """Times (B,) or (B, T) as (B, T), one for each frame of x (B, C, T, H, W)."""
+    if t.ndim == 2 and t.shape[1] != x.shape[2]:
+        raise BadInput(f"t of shape {(*t.shape,)} for {x.shape[2]} frames; one time a clip or a frame is due")
+    return (t if t.ndim == 2 else t[:, None]).expand(-1, x.shape[2])
+
+
 def rope(x, angle):
     """Rotates neighbouring channels of x (B, heads, S, d) by angle (S, d / 2) in at least float32."""
     a, b = x.to(torch.promote_types(torch.float32, x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
@@ -152,35 +183,41 @@ def attention(q, k, v, mask=None):
 
 
 def modulate(x, shift, scale, eps=1e-6):
-    """LayerNorm without parameters, then scale and shift (B, D) for each token of x (B, S, D)."""
-    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale[:, None]) + shift[:, None]
+    """LayerNorm without parameters, then scale and shift (B, [T,] D) for each token of x (B, [T,] S, D)."""
+    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale.unsqueeze(-2)) + shift.unsqueeze(-2)
 
 
 # ---- parts under the names of diffusers, which the transformers of images and videos share
 
 class MLP2(nn.Module):
-    """Embeds numbers per sample: a sin_emb of a time, a pooled text. (B, width) -> (B, dim)."""
-    def __init__(self, width, dim, last=Linear):
+    """Embeds a sin_emb of a time, a pooled text, each token of a text. (..., width) -> (..., dim)."""
+    def __init__(self, width, dim, last=Linear, act=F.silu):
         super().__init__()
-        self.linear_1, self.linear_2 = Linear(width, dim), last(dim, dim)
+        self.linear_1, self.linear_2, self.act = Linear(width, dim), last(dim, dim), act
 
     def forward(self, x):
-        return self.linear_2(F.silu(self.linear_1(x)))
+        return self.linear_2(self.act(self.linear_1(x)))
+
+
+def gelu_tanh(x):
+    return F.gelu(x, approximate="tanh")
 
 
 class Widen(nn.Module):
-    def __init__(self, dim, hidden):
+    def __init__(self, dim, hidden, act):
         super().__init__()
-        self.proj = Linear(dim, hidden)
+        self.proj, self.act = Linear(dim, hidden), act
 
     def forward(self, x):
-        return F.gelu(self.proj(x), approximate="tanh")
+        return self.act(self.proj(x))
 
 
 class FeedForward(nn.Module):
-    def __init__(self, dim, dropout=0.0):
+    """dim -> hidden (4 dim) -> out (dim)."""
+    def __init__(self, dim, dropout=0.0, hidden=0, out=0, act=gelu_tanh):
         super().__init__()
-        self.net = nn.Sequential(Widen(dim, 4 * dim), nn.Dropout(dropout), Linear(4 * dim, dim))
+        hidden = hidden or 4 * dim
+        self.net = nn.Sequential(Widen(dim, hidden, act), nn.Dropout(dropout), Linear(hidden, out or dim))
 
     def forward(self, x):
         return self.net(x)
@@ -291,3 +328,42 @@ def flow_euler(net, noise, cond, ts, uncond=None, guidance=1.0, rescale=None):
             flow = rescale(guided, flow) if rescale else guided
         x = x + (t_next - t) * flow
     return x
+
+
+def unipc(net, noise, cond, shift, steps, uncond=None, guidance=1.0):
+    """x0 from noise(0) by UniPC (Zhao 2023, arXiv 2302.04867) of order 2 on x0, B(h) = e^-h - 1, as pipelines
+    with diffusers' UniPCMultistepScheduler on flow sigmas: each call corrects the step that led to it, then
+    predicts the next. As there the net sees 1000 t cut to an integer; guidance acts as in flow_euler."""
+    even = [1 - 0.999 * k / steps for k in range(steps)]
+    shifted = [min(shift * s / (1 + (shift - 1) * s), 1 - 1e-6) for s in even]
+    ts = torch.tensor(shifted, dtype=torch.float32, device="cpu").tolist()     # 1 - ts[0] is 1.013e-6 there
+    lam = [math.log((1 - t) / t) for t in ts]
+    guided = (uncond, guidance) if uncond and guidance > 1 else ()
+
+    def step(x, k, last, before=None, new=None):
+        """x at time k from x at time k - 1, with x0 as predicted at k - 1, at k - 2, and at k to correct."""
+        h = lam[k] - lam[k - 1]
+        phi, ahead, behind = math.expm1(-h), 0.5, 0.0
+        if before is not None:
+            ratio = (lam[k - 2] - lam[k - 1]) / h
+            slope = (before - last) / ratio
+            behind = 0.5
+            if new is not None:                         # both weights from the two conditions of order 2
+                b1 = (-phi / h - 1) / phi
+                b2 = ((1 + phi / h) / h - 0.5) * 2 / phi
+                behind = (b1 - b2) / (1 - ratio)
+                ahead = b1 - behind
+        x0 = last if before is None else last + behind * slope
+        x0 = x0 if new is None else x0 + ahead * (new - last)
+        return ts[k] / ts[k - 1] * x - (1 - ts[k]) * phi * x0
+
+    x, x0s = noise(0), []
+    for k, t in enumerate(ts):
+        seen = t_like(int(1000 * shifted[k]) / 1000, x)
+        x0 = x - t * predict(net, x, seen, cond, "flow", *guided)
+        if k:
+            x = step(start, k, *x0s[:-3:-1], new=x0)                                            # noqa: F821
+        x0s.append(x0)
+        if k + 1 < steps:
+            start, x = x, step(x, k + 1, *x0s[:-3:-1])                                          # noqa: F841
+    return x0

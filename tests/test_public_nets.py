@@ -17,7 +17,7 @@ import run
 import shard
 from common import make_net
 from nets import dit, edm2, flux, qwen_image, sd
-from nets.discriminators import Head, ImageDiTHead, UNetHead
+from nets.discriminators import Head, ImageDiTHead, UNetHead, VideoDiTHead
 from nets.layers import dynamic_mu, sigma_grid
 from run import refused
 from test_methods import one_step
@@ -136,15 +136,17 @@ def test_forced_weight_normalization_gives_every_row_unit_size_whole_or_in_shard
 
 # ---- heads of discriminators
 def test_heads_for_transformers_equal_the_reference_and_the_public_models_heads_have_its_sizes():
-    info, want, weights = golden_recipe.load("disc_image_dit")
-    head = ImageDiTHead([shape[1:] for shape in info["feats"]])
-    head.load_state_dict(weights)
-    features = [golden_recipe.tensor(f"feat{i}", shape) for i, shape in enumerate(info["feats"])]
-    assert near(head(features), want["logits"])
-    run.refused(head, features * 2, says=["tap_shapes"])
-    with torch.device("meta"):      # SD 1.5 and SDXL at their last taps, Flux; millions as FastGen's
+    for name, kind in (("disc_image_dit", ImageDiTHead), ("disc_video_dit_simple_conv3d", VideoDiTHead)):
+        info, want, weights = golden_recipe.load(name)
+        head = kind([shape[1:] for shape in info["feats"]])
+        head.load_state_dict(weights)
+        features = [golden_recipe.tensor(f"feat{i}", shape) for i, shape in enumerate(info["feats"])]
+        assert near(head(features), want["logits"])
+        run.refused(head, features * 2, says=["tap_shapes"])
+    with torch.device("meta"):      # SD 1.5 and SDXL at their last taps, Flux, Wan; millions as FastGen's
         for kind, shape, millions in ((UNetHead, (1280, 8, 8), 52.4), (UNetHead, (1280, 32, 32), 104.9),
-                                      (ImageDiTHead, (3072, 64, 64), 75.5)):
+                                      (ImageDiTHead, (3072, 64, 64), 75.5),
+                                      (VideoDiTHead, (384, 21, 60, 104), 2.4)):
             head = kind([shape])
             assert abs(sum(p.numel() for p in head.parameters()) / 1e6 - millions) < 0.1
             assert [type(head.get_submodule(name)) for name in head.blocks] == [Head]
@@ -239,7 +241,9 @@ def test_sd_teacher_samples_as_the_public_pipeline(size, pred, steps, guidance):
                     num_inference_steps=steps, guidance_scale=guidance, output_type="latent").images
     assert near(sd.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance), want, 1e-4)
 @pytest.mark.parametrize("name, spec", [
-    ("flux", "flux:dev"), ("qwen", "qwen_image:base"), ("sd15", "sd:sd15"), ("sdxl", "sd:sdxl")])
+    ("flux", "flux:dev"), ("qwen", "qwen_image:base"), ("sd15", "sd:sd15"), ("sdxl", "sd:sdxl"),
+    ("wan1.3b", "wan:t2v_1_3b"), ("wan14b", "wan:t2v_14b"), ("wan5b", "wan:ti2v_5b"),
+    ("wani2v14b", "wan:i2v_14b"), ("vace1.3b", "wan:vace_1_3b"), ("vace14b", "wan:vace_14b")])
 def test_full_sizes_have_the_public_keys(name, spec):
     with torch.device("meta"):
         net = make_net(spec)

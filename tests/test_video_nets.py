@@ -1,0 +1,171 @@
+"""Networks of public video models against their references and diffusers; what chunks and caches do."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from einops import rearrange
+
+import golden_recipe
+from common import chunks, make_net
+from nets import wan
+from run import refused
+from test_nets import close, f64, shake
+from test_public_nets import load, near
+
+# ---- Wan
+WAN = dict(x_shape=(4, 3, 4, 6), depth=3, dim=48, heads=4, hidden=64, text_dim=16, freq=32)
+TIMES = torch.tensor([0.999, 0.2505], dtype=f64)
+
+def unpatched(feature):
+    return rearrange(feature, "b (t h w) (p q c) -> b c t (h p) (w q)", h=2, w=3, p=2, q=2)
+
+@pytest.mark.parametrize("name, size, options", [
+    ("wan_t2v", "t2v_1_3b", {}), ("wan_orig_t2v", "t2v_14b", {}), ("wan22_ti2v", "ti2v_5b", {}),
+    ("wan_i2v", "i2v_14b", dict(image_dim=20)), ("wan_orig_i2v", "i2v_14b", {}),
+    ("wan_vace", "vace_1_3b", dict(control=24, hints=(0, 2)))])
+@torch.no_grad()
+def test_wan_equals_the_reference_in_both_layouts_of_keys(name, size, options):
+    (_, want, weights), draw, whole = golden_recipe.load(name), golden_recipe.tensor, name == "wan_i2v"
+    net = load(make_net(f"wan:{size}", **WAN | options), weights, "original" if "orig" in name else "public")
+    x, text = draw("x", (2, 12 if whole else 4, 3, 4, 6)), draw("context", (2, 512 if whole else 8, 16))
+    image = draw("image", (2, 257, 20)) if whole else draw("clip", (2, 257, 1280))
+    t = torch.tensor([[0, 0.999, 0.999], [0.2505] * 3], dtype=f64) if size == "ti2v_5b" else TIMES
+    if size == "i2v_14b":                               # the fixtures have random channels, even of the mask
+        net.beside = lambda *_: [x[:, 4:] if whole else draw("y", (2, 8, 3, 4, 6))]
+    if size == "vace_1_3b":                             # its second hint counts half
+        for p in net.vace_blocks[1].proj_out.parameters():
+            p.data.mul_(0.5)
+    cond = dict(text=text, image=image, control=draw("control", (2, 24, 3, 4, 6)))
+    got = net(x[:, :4], t, cond, taps=range(3))
+    assert near(got["out"], want["out"])
+    for i, tap in enumerate(got["taps"]):               # theirs are without hints
+        hint = want[f"feat_vace{i // 2}"] * (1 - i / 4) if i in net.hints else 0
+        assert near(tap, unpatched(want[f"feat_block{i}"] + hint))
+
+@pytest.mark.parametrize("key, options", [
+    ("diff", dict(r=True, logvar=True)), ("abs", dict(r=True, r_kind="abs")), ("no_r_skip1", {}),
+    ("abs_skip1", dict(r=True, r_kind="abs")), ("abs_normtemb", dict(r=True, r_kind="abs", norm_temb=True))])
+@torch.no_grad()
+def test_wan_with_r_equals_fastgen(key, options):
+    (_, want, weights), net = golden_recipe.load("fastgen_wan_r"), make_net("wan:t2v_1_3b", **WAN | options)
+    load(net, {k: v for k, v in weights.items() if net.adapt(k, v) is not None})
+    kw = dict(r=torch.tensor([0.5, 0.1], dtype=f64)) if options else {}
+    x, text = golden_recipe.tensor("x", (2, 4, 3, 4, 6)), golden_recipe.tensor("context", (2, 8, 16))
+    kw |= dict(skip=(1,)) if "skip" in key else dict(logvar="logvar" in options)
+    got = net(x, TIMES, dict(text=text), taps=(0, 2), **kw)
+    assert near(got["out"], want[key])
+    if key == "diff":
+        assert near(got["logvar"], want["diff_logvar"][:, 0])
+        assert all(near(tap, unpatched(want[f"diff_feat{i}"])) for i, tap in zip((0, 2), got["taps"]))
+
+MINI = dict(x_shape=(4, 3, 4, 6), depth=2, dim=32, heads=2, hidden=40, text_dim=20, freq=16)
+KINDS = dict(t2v_1_3b={}, ti2v_5b={}, i2v_14b=dict(image_dim=12), vace_1_3b=dict(control=6, hints=(0, 1)))
+
+def wan_pair(size):
+    """diffusers, its class with random weights, ours with the same."""
+    diffusers, kind = pytest.importorskip("diffusers"), dict(in_channels=12 if size == "i2v_14b" else 4)
+    torch.manual_seed(0)
+    make = diffusers.WanVACETransformer3DModel if "vace" in size else diffusers.WanTransformer3DModel
+    kind |= dict(image_dim=12, added_kv_proj_dim=32) if size == "i2v_14b" else {}
+    kind |= dict(vace_layers=[0, 1], vace_in_channels=6) if "vace" in size else {}
+    ref = make(num_attention_heads=2, attention_head_dim=16, out_channels=4, text_dim=20, freq_dim=16,
+               ffn_dim=40, num_layers=2, **kind)
+    return diffusers, shake(ref).eval(), load(make_net(f"wan:{size}", **MINI | KINDS[size]), ref.state_dict())
+
+def wan_cond(net, *size, batch=2):
+    """Everything that a Wan of any kind may want, random; the image is one for all, as pipelines have it."""
+    draw, first = lambda *shape: torch.randn(batch, *shape), (1, *size[1:]) if net.first == "replace" else size
+    return dict(text=draw(512, 20), control=draw(6, *size), first_frame=draw(4, *first),
+                image=draw(5, 12)[:1].expand(batch, -1, -1))
+
+def beside(first):
+    """Latents of a first frame (B, 4, T, H, W) under their mask."""
+    return torch.cat([(torch.arange(first.shape[2]) == 0)[:, None, None].expand_as(first), first], dim=1)
+
+@pytest.mark.parametrize("size", KINDS)
+@torch.no_grad()
+def test_wan_equals_diffusers_at_other_sizes(size):
+    _, ref, net = wan_pair(size)
+    x, cond, t, kw = torch.randn(2, 4, 5, 6, 10), wan_cond(net, 5, 6, 10), torch.rand(2, dtype=f64), {}
+    seen, times = x, 1000 * t.float()
+    if size == "i2v_14b":
+        seen = torch.cat([x, beside(cond["first_frame"])], dim=1)
+        kw["encoder_hidden_states_image"] = cond["image"]
+    if size == "ti2v_5b":                               # a clean first frame, and the others' times
+        seen = torch.cat([cond["first_frame"], x[:, :, 1:]], dim=2)
+        times = (times[:, None] * (torch.arange(5) > 0)).repeat_interleave(15, dim=1)
+    kw |= dict(control_hidden_states=cond["control"]) if size == "vace_1_3b" else {}
+    want, out = ref(seen, times, cond["text"], **kw).sample, net(x, t, cond)
+    if size == "ti2v_5b":
+        assert near((x - t[:, None, None, None, None] * out)[:, :, :1], cond["first_frame"])
+        want, out = want[:, :, 1:], out[:, :, 1:]
+    assert near(out, want)
+
+@pytest.mark.parametrize("size, steps, guidance", [
+    ("t2v_1_3b", 1, 1), ("t2v_1_3b", 2, 3.0), ("t2v_1_3b", 7, 1), ("ti2v_5b", 5, 4.0), ("i2v_14b", 5, 4.0)])
+@torch.no_grad()
+def test_teacher_of_wan_samples_as_the_pipeline(size, steps, guidance):
+    diffusers, ref, net = wan_pair(size)
+    scheduler = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True,
+                                                  flow_shift=net.shift)
+    z, cond, replace = torch.randn(2, 4, 3, 6, 10), wan_cond(net, 3, 6, 10), size == "ti2v_5b"
+    uncond = cond | dict(text=torch.randn(2, 512, 20))
+    kw = dict(prompt_embeds=cond["text"], negative_prompt_embeds=uncond["text"], output_type="latent",
+              height=48, width=80, num_frames=9, num_inference_steps=steps, guidance_scale=guidance, latents=z)
+    pipe = diffusers.WanPipeline(None, None, None, scheduler, ref)
+    if size != "t2v_1_3b":
+        pipe = diffusers.WanImageToVideoPipeline(None, None, None, scheduler, None, None, ref,
+                                                 expand_timesteps=replace)
+        first, later = cond["first_frame"], torch.ones(1, 1, 3, 6, 10)
+        later[:, :, 0] = 0
+        pipe.prepare_latents = lambda *_: (z, first, later) if replace else (z, beside(first))
+        pipe.encode_image = lambda *_: cond["image"][:1]
+        kw["image"], pipe.vae = torch.rand(1, 3, 48, 80), SimpleNamespace(config=SimpleNamespace(z_dim=4))
+    pipe.set_progress_bar_config(disable=True)
+    got, want = wan.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance), pipe(**kw).frames
+    assert near(got, want, 1e-4) and not near(got, z, 0.1)
+
+@pytest.mark.parametrize("size, options, kept", [
+    ("t2v_1_3b", dict(window=3), [4, 5, 6]),
+    ("t2v_1_3b", dict(window=2, sink=1, positions="window"), [0, 5, 6]),
+    ("vace_1_3b", dict(window=4, sink=2), [0, 1, 3, 4, 5, 6]), ("i2v_14b", {}, [0, 1, 2, 3, 4, 5, 6])])
+@torch.no_grad()
+def test_a_cached_rollout_of_causal_wan_is_the_full_forward(size, options, kept):
+    net = shake(make_net(f"wan:{size}", **MINI | KINDS[size] | options, causal=True, chunk=2)).double()
+    x, end, cache = torch.randn(2, 4, 7, 4, 6, dtype=f64), 0, None
+    cond = {key: v.double() for key, v in wan_cond(net, 7, 4, 6).items()}
+    for frames in chunks(7, 2):                         # 3, 2, 2
+        begin, end = end, end + frames
+        t = torch.tensor([0.0] * begin + [0.3] * frames, dtype=f64).expand(2, -1)
+        chunk, past = x[:, :, begin:end], dict(start=begin, cache=cache)
+        want = net(x[:, :, :end], t, cond)[:, :, begin:]
+        assert close(net(chunk, t[:, begin:], cond, **past), want, 1e-10)
+        cache = net(chunk, 0 * t[:, begin:], cond, write=True, **past)["cache"]
+    assert cache["pos"].tolist() == kept and {kv.shape[1] for kv in cache["kv"]} == {len(kept)}
+
+@torch.no_grad()
+def test_a_chunk_of_causal_wan_sees_its_window_and_sink_and_may_place_keys_in_it():
+    assert [chunks(8, 3), chunks(2, 3), chunks(3, 1), chunks(5, 0)] == [[5, 3], [2], [1, 1, 1], [5]]
+    x, cond, t = torch.randn(1, 4, 7, 4, 6), dict(text=torch.randn(1, 5, 20)), torch.tensor([0.5], dtype=f64)
+    build = lambda **kw: shake(make_net("wan:t2v_1_3b", **MINI | dict(depth=1), causal=True, chunk=2, **kw))
+    net, sees = build(window=3, sink=1), [{0, 1, 2}] * 3 + [{0, 2, 3, 4}] * 2 + [{0, 4, 5, 6}] * 2
+    for k in range(7):
+        moved = net(x + (torch.arange(7) == k)[:, None, None], t, cond) != net(x, t, cond)
+        assert moved.flatten(3).any(3).any(1)[0].tolist() == [k in seen for seen in sees]
+    for kw, same in ((dict(), True), (dict(window=3), True), (dict(window=3, sink=1), False)):
+        net = build(**kw)
+        absolute, net.positions = net(x, t, cond), "window"
+        assert close(net(x, t, cond), absolute) == same
+
+def test_what_wan_cannot_do_is_refused_in_a_sentence():
+    t, x = torch.tensor([0.5], dtype=f64), torch.randn(1, 4, 3, 4, 6)
+    for key, size in dict(text="ti2v_5b", image="i2v_14b", first_frame="i2v_14b", control="vace_1_3b").items():
+        net = make_net(f"wan:{size}", **MINI | KINDS[size], causal=True)
+        cond = wan_cond(net, 3, 4, 6, batch=1)
+        refused(net, x, t, {k: v for k, v in cond.items() if k != key}, says=[key])
+    refused(net, x, t, cond, start=1, says=["control", "frames"])
+    refused(net, x[..., 1:], t, cond, says=["even"])
+    refused(net, x, t.expand(1, 2), cond, says=["3 frames"])
+    refused(net, x, t, cond, write=True, skip=(0,), says=["skip"])
+    for bad in (dict(window=2), dict(chunk=-1), dict(first="x"), dict(positions="y"), dict(heads=3)):
+        refused(make_net, "wan:t2v_1_3b", **MINI | dict(causal=True) | bad, says=["wan"])
