@@ -27,7 +27,7 @@ config = dict(
     recipes="self_forcing", net="wan:digits", data="moving_digits", teacher="assets/moving_digits.pth",
     student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
     teacher_net="",                  # the teacher's, where it is another one; "" = net
-    chunk=2, steps=4,                # frames that the student makes at once (paper: 3, or 1); in as many steps
+    chunk=2, steps=4,                # frames that the student makes at once (paper: 3, or 1), in how many
     max_iter=3600, batch_size=32,    # = 600 student updates
     update_ratio=5,                  # fake updates before each student update; at least 1
     lr=1e-4, lr_fake=2e-4, lr_disc=2e-4,        # student, fake score, discriminator

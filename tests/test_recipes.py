@@ -19,6 +19,7 @@ TINY = dict(
     sd=dict(x_shape=(4, 8, 8), width=16, layers=1, groups=4, text_dim=12),
     flux=dict(x_shape=(16, 8, 8), dim=32, heads=2, axes=(4, 6, 6), text_dim=12, pooled_dim=5),
     qwen_image=dict(x_shape=(16, 8, 8), dim=32, heads=2, axes=(4, 6, 6), text_dim=12),
+    wan=dict(x_shape=(16, 6, 8, 8), depth=2, dim=24, heads=2, hidden=32, text_dim=12),
     sd15=dict(heads=(2, 2, 4, 4)), sdxl=dict(heads=(2, 2, 4), depths=(0, 1, 2), pooled_dim=6, id_dim=4))
 OWN = [(name, preset) for name in run.METHODS for preset in getattr(run.load(name), "presets", {})]
 
@@ -48,7 +49,8 @@ def test_a_preset_builds_at_full_size_and_takes_a_step_of_each_phase(name, prese
     seconds = time.process_time() - start
     count = {n: sum(p.numel() for p in net.parameters()) / 1e6 for n, net in nets.items()}
     assert count["student"] > 0.1 and seconds < 2 and {*method.init(cfg)} <= {*nets}
-    monkeypatch.setitem(sizes, size, sizes[size] | TINY[family] | TINY.get(size, {}))
+    for each in sizes:                  # a teacher may be of another size
+        monkeypatch.setitem(sizes, each, sizes[each] | TINY[family] | TINY.get(each, {}))
     cfg["net"] = ",".join([head, *(o for o in options if "x_shape" not in o)])
     common.seed_default(0)
     nets = method.build(cfg)
