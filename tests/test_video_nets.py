@@ -15,9 +15,7 @@ from test_public_nets import load, near
 # ---- Wan
 WAN = dict(x_shape=(4, 3, 4, 6), depth=3, dim=48, heads=4, hidden=64, text_dim=16, freq=32)
 TIMES = torch.tensor([0.999, 0.2505], dtype=f64)
-
-def unpatched(feature):
-    return rearrange(feature, "b (t h w) (p q c) -> b c t (h p) (w q)", h=2, w=3, p=2, q=2)
+unpatched = lambda f: rearrange(f, "b (t h w) (p q c) -> b c t (h p) (w q)", h=2, w=3, p=2, q=2)
 
 @pytest.mark.parametrize("name, size, options", [
     ("wan_t2v", "t2v_1_3b", {}), ("wan_orig_t2v", "t2v_14b", {}), ("wan22_ti2v", "ti2v_5b", {}),
@@ -28,14 +26,14 @@ def test_wan_equals_the_reference_in_both_layouts_of_keys(name, size, options):
     (_, want, weights), draw, whole = golden_recipe.load(name), golden_recipe.tensor, name == "wan_i2v"
     net = load(make_net(f"wan:{size}", **WAN | options), weights, "original" if "orig" in name else "public")
     x, text = draw("x", (2, 12 if whole else 4, 3, 4, 6)), draw("context", (2, 512 if whole else 8, 16))
-    image = draw("image", (2, 257, 20)) if whole else draw("clip", (2, 257, 1280))
+    cond = dict(text=text, control=draw("control", (2, 24, 3, 4, 6)),
+                image=draw("image", (2, 257, 20)) if whole else draw("clip", (2, 257, 1280)))
     t = torch.tensor([[0, 0.999, 0.999], [0.2505] * 3], dtype=f64) if size == "ti2v_5b" else TIMES
     if size == "i2v_14b":                               # the fixtures have random channels, even of the mask
         net.beside = lambda *_: [x[:, 4:] if whole else draw("y", (2, 8, 3, 4, 6))]
     if size == "vace_1_3b":                             # its second hint counts half
         for p in net.vace_blocks[1].proj_out.parameters():
             p.data.mul_(0.5)
-    cond = dict(text=text, image=image, control=draw("control", (2, 24, 3, 4, 6)))
     got = net(x[:, :4], t, cond, taps=range(3))
     assert near(got["out"], want["out"])
     for i, tap in enumerate(got["taps"]):               # theirs are without hints
@@ -74,8 +72,8 @@ def wan_pair(size):
 
 def wan_cond(net, *size, batch=2):
     """Everything that a Wan of any kind may want, random; the image is one for all, as pipelines have it."""
-    draw, first = lambda *shape: torch.randn(batch, *shape), (1, *size[1:]) if net.first == "replace" else size
-    return dict(text=draw(512, 20), control=draw(6, *size), first_frame=draw(4, *first),
+    draw, first = lambda *shape: torch.randn(batch, *shape), 1 if net.first == "replace" else size[0]
+    return dict(text=draw(512, 20), control=draw(6, *size), first_frame=draw(4, first, *size[1:]),
                 image=draw(5, 12)[:1].expand(batch, -1, -1))
 
 def beside(first):
@@ -110,8 +108,8 @@ def test_teacher_of_wan_samples_as_the_pipeline(size, steps, guidance):
                                                   flow_shift=net.shift)
     z, cond, replace = torch.randn(2, 4, 3, 6, 10), wan_cond(net, 3, 6, 10), size == "ti2v_5b"
     uncond = cond | dict(text=torch.randn(2, 512, 20))
-    kw = dict(prompt_embeds=cond["text"], negative_prompt_embeds=uncond["text"], output_type="latent",
-              height=48, width=80, num_frames=9, num_inference_steps=steps, guidance_scale=guidance, latents=z)
+    kw = dict(prompt_embeds=cond["text"], negative_prompt_embeds=uncond["text"], latents=z, num_frames=9,
+              height=48, width=80, guidance_scale=guidance, num_inference_steps=steps, output_type="latent")
     pipe = diffusers.WanPipeline(None, None, None, scheduler, ref)
     if size != "t2v_1_3b":
         pipe = diffusers.WanImageToVideoPipeline(None, None, None, scheduler, None, None, ref,
@@ -159,7 +157,7 @@ def test_a_chunk_of_causal_wan_sees_its_window_and_sink_and_may_place_keys_in_it
 
 def test_what_wan_cannot_do_is_refused_in_a_sentence():
     t, x = torch.tensor([0.5], dtype=f64), torch.randn(1, 4, 3, 4, 6)
-    for key, size in dict(text="ti2v_5b", image="i2v_14b", first_frame="i2v_14b", control="vace_1_3b").items():
+    for key, size in zip(("text", "image", "first_frame", "control"), [*KINDS][1:3] + [*KINDS][2:]):
         net = make_net(f"wan:{size}", **MINI | KINDS[size], chunk=3)
         cond = wan_cond(net, 3, 4, 6, batch=1)
         refused(net, x, t, {k: v for k, v in cond.items() if k != key}, says=[key])
