@@ -437,6 +437,7 @@ def chunks(frames, chunk):
     return [frames - chunk * (n - 1)] + [chunk] * (n - 1)
 
 
+@functools.lru_cache                    # else a copy to the device, which waits for it, in every step
 def chunk_of(frames, chunk, device):
     """The number of the chunk that each frame is in: int64 (F,)."""
     return torch.tensor([i for i, n in enumerate(chunks(frames, chunk)) for _ in range(n)], device=device)
