@@ -60,13 +60,6 @@ def fitted(method, net, some, cfg):
     return opt.step(loss) and loss().item()
 
 # ---- the rollout
-def test_what_is_drawn_for_chunks_is_equal_within_and_independent_between_them():
-    assert [common.chunks(*n) for n in ((8, 3), (2, 3), (7, 0), (3, 1))] == [[5, 3], [2], [7], [1] * 3]
-    torch.manual_seed(0)
-    k = common.per_chunk(lambda n: torch.randint(5, (n,)), torch.zeros(4000, 1, 8, 1, 1), 3)
-    assert torch.equal(k, k[:, [0] * 5 + [5] * 3]) and torch.corrcoef(k[:, ::7].T.double())[0, 1].abs() < 0.05
-    assert (k.flatten().bincount() / k.numel()).tolist() == pytest.approx([0.2] * 5, abs=0.01)
-
 def by_hand(net, noise, ts, cond, uncond, guidance=1.0, kind="sde", context_noise=0.0):
     """The same without a cache, by forwards of the whole beginning under the mask."""
     seen, done = noise(0)[:, :, :0], []
@@ -173,10 +166,10 @@ def test_causal_sft_reaches_the_causal_minimum_and_passes_it_by_a_leak_alone(chu
 
 def test_the_bell_has_mean_one_its_top_in_the_middle_and_nothing_at_pure_noise():
     method, cfg = setup("causal_sft", t_shift=5.0)
-    w = method.bell_of(t := torch.linspace(0, 1, 1001, dtype=f64), "rf", cfg)
+    bell = lambda t: method.bell_of(t, "rf", cfg)
+    assert bell(w := torch.linspace(0, 1, 1001, dtype=f64)).argmax() == 500 and bell(w)[-1] == 0
     drawn = common.sample_t(100000, schedule="rf", device="cpu", **method.times(cfg))
-    assert w.argmax() == 500 and w[-1] == 0 and t.shape == w.shape
-    assert method.bell_of(drawn, "rf", cfg).mean().item() == pytest.approx(1, abs=0.01)
+    assert bell(drawn).mean().item() == pytest.approx(1, abs=0.01)
 
 # ---- causal_kd
 RESIDUAL = {(0.999, 1): (.4000, .3190, .2623, .1877, 0), (0.999, 2): (.1114, .1576, .2623, 0, 0),
@@ -215,13 +208,25 @@ def test_a_causal_teachers_pairs_follow_from_the_datas_past_and_leave_no_residua
     assert {*seen[0].flatten().tolist()} == {*ts}
 
 def test_pairs_of_other_chunks_are_refused():
-    for name, pairs, changes, words in (("causal_kd", "toy:video", dict(chunk=3), "chunk 2, this run has 3"),
-                                        ("causal_kd", "toy:video,chunk=0", {}, "chunk 0, this run has 2"),
-                                        ("kd", "toy:video", dict(t_list=(0.9,)), "chunk 2, this run has 0")):
-        method, cfg = setup(name, **dict(net="toy:video", data=run.pairs(pairs)) | changes)
+    for name, pairs, words in (("causal_kd", "toy:video,chunk=0", "chunk 0, this run has 2"),
+                               ("kd", "toy:video", "chunk 2, this run has 0")):
+        method, cfg = setup(name, net="toy:video", data=run.pairs(pairs), steps=1, t_list=(0.999,))
         refused(method.check, data.load(cfg), nets_of(method, cfg), cfg, says=[words])
 
-# ---- self_forcing
+# ---- causvid, self_forcing
+def test_causvid_sees_chunks_of_the_data_at_its_own_times_or_clean_and_the_first_as_pure_noise():
+    method, cfg = setup("causvid")
+    x0, seen, ts = clip(torch.randn(900, 7, dtype=f64)), [], [*cfg["t_list"], 0.0]
+    student = Net(lambda net, x_t, t, _: seen.extend([flat(x_t), t]) or x_t, chunk=3)
+    for x in (x0, -x0):
+        common.seed_default(0)
+        method.generate(student, batch(x), 0, cfg)
+    x_t, t, other, _ = seen
+    assert torch.allclose(x_t - other, 2 * (1 - t) * (t < ts[0]) * flat(x0), atol=1e-6)
+    assert torch.allclose((x_t + other).std(0), 2 * t.square().mean(0).sqrt(), rtol=0.1)
+    assert torch.equal(t, t[:, [0] * 4 + [4] * 3]) and torch.corrcoef(t[:, ::4].T)[0, 1].abs() < 0.1
+    assert [(t == s).double().mean().item() for s in ts] == pytest.approx([0.2] * 5, abs=0.04)
+
 @pytest.mark.parametrize("call, changes", [(0, {}), (3, {}), (2, dict(grad_chunks=1)), (1, dict(
     last_step_only=True)), (1, dict(frames_max=11)), (1, dict(frames_max=10, grad_chunks=1))])
 def test_the_graph_is_of_the_exit_call_of_each_chunk_alone(call, changes, monkeypatch):
