@@ -36,8 +36,7 @@ config = dict(
     weight_decay=0.01,               # 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...: 1, .75, .5, .25, shifted by 5
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
-    last_step_only=False,            # never an earlier one
-    grad_chunks=0,                   # last chunks that get a gradient; 0 = all
+    last_step_only=False, grad_chunks=0,        # never an earlier one; last chunks with a gradient, 0 = all
     context_noise=0.0,               # t of the finished chunks in the cache
     window=0, sink=0,                # frames a chunk sees, and first frames it sees besides; 0 = all
     frames_max=0,                    # longest rollout; 0 = the data's frames
