@@ -31,7 +31,7 @@ def shrunk(method, cfg):
     sizes = importlib.import_module(f"nets.{family}").sizes
     cfg = cfg | dict(net=",".join([head, *(o for o in options if "x_shape" not in o)]))
     common.seed_default(0)
-    small = {each: sizes[each] | TINY[family] | TINY.get(each, {}) for each in sizes}     # a teacher may differ
+    small = {each: sizes[each] | TINY[family] | TINY.get(each, {}) for each in sizes}     # the teacher's too
     with mock.patch.dict(sizes, small):
         nets = method.build(cfg)
     for p in (p for net in nets.values() for p in net.parameters()):    # none that starts at 0 hides another
