@@ -15,7 +15,8 @@ from run import (assert_alike, batch_of, config, differing, load, nets_of, one_s
 # by config["recipes"], which a copied file keeps: the key that weighs a logged part, where it is not
 # <part>_weight (no such key: 1); None: logged only
 WEIGHS = dict(scm=dict(tangent=None), mean_flow=dict(fm=None, mse=None),
-              **dict.fromkeys(("dmd2", "f_distill"), dict(gan_g="gan_weight", gan_d="gan_d_weight")))
+              **dict.fromkeys(("dmd2", "f_distill", "causvid", "self_forcing"),
+                              dict(gan_g="gan_weight", gan_d="gan_d_weight")))
 # values that build() refuses, one at a time
 CONSISTENCY = dict(loss_weight="gaps", ratio_cap=1.0, q=1.0, t_list=(80.0, 90.0), guidance=2.0)
 TANGENTS = dict(jvp="exact", jvp_step=0.0, tangent_warmup=-1, teacher="")

@@ -31,6 +31,8 @@ MODES = dict(sharded={}, accum3=dict(accum=3), keep=dict(reshard=False), recompu
 
 def setup(which, **changes):
     """(method, config) of a method, or of the probe, on the toy net with a teacher: 20 iterations."""
+    if which == "self_forcing":
+        return run.setup(which, **dict(batch_size=12, max_iter=20, warmup=3) | changes)
     method = train.load_method(PROBE if which == "probe" else trainer.ROOT / "methods" / f"{which}.py")
     cfg = train.resolve(method, [])[0] | run.TINY | run.EXTRA.get(which, {}) | dict(
         batch_size=12, max_iter=20, warmup=3) | changes
