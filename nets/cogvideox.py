@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from common import BadInput
+from common import BadInput, number
 from nets.layers import (FeedForward, Linear, MLP2, Net, SelfAttention, Zero, angles, ddim, grid, pack,
                          sin_emb)
 
@@ -151,8 +151,7 @@ class CogVideoX(Net):
 def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):
     """As CogVideoXPipeline with the scheduler that the released folders name, CogVideoXDDIMScheduler: times
     999, ... in equal steps, counted from the noisy end."""
-    if not 1 <= steps <= 1000:
-        raise BadInput(f"--steps {steps} must be from 1 to 1000, the length of CogVideoX's table")
+    number("--steps", steps, 1, 1000)                   # the length of its table
     # numpy, for its halves: at 48 steps they round otherwise without it; at 61 diffusers has a step too many
     ks = np.round(np.arange(1000, 0, -1000 / steps))[:steps] - 1
     return ddim(net, noise, cond, ks.astype(int).tolist(), 1000 // steps, uncond, guidance)

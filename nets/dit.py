@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from common import BadInput, heun
+from common import BadInput, heun, number
 from nets.layers import Linear, Net, Zero, attention, ddim, modulate, sin_emb
 
 shapes = dict(s=(12, 384, 6), b=(12, 768, 12), l=(24, 1024, 16), xl=(28, 1152, 16))         # depth, D, heads
@@ -139,7 +139,6 @@ def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):
     """x0 by DDIM over every (1000 // steps)-th time, as DiT's pipeline in diffusers; of SiT by Heun."""
     if net.schedule != "dit":
         return heun(net, noise, cond, steps, uncond, guidance)
-    if not 1 <= steps <= 1000:
-        raise BadInput(f"--steps {steps} must be from 1 to 1000, the length of DiT's table")
+    number("--steps", steps, 1, 1000)                   # the length of its table
     each = 1000 // steps
     return ddim(net, noise, cond, [k * each for k in reversed(range(steps))], each, uncond, guidance)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
+from common import wide
 from nets.layers import Net
 
 sizes = dict(
@@ -24,10 +25,9 @@ sizes = dict(
 )
 
 
-def make(size, /, label_dim=None, augment_dim=None, r=False, logvar=False, dropout=0.0):
-    """Net of a named size; label_dim None keeps the size's own (0: unconditional), augment_dim likewise."""
-    given = {k: v for k, v in dict(label_dim=label_dim, augment_dim=augment_dim).items() if v is not None}
-    return EDM(**sizes[size] | given, r=r, logvar=logvar, dropout=dropout)
+def make(size, /, **options):
+    """Net of a named size; options (those of `EDM` and `UNet`) override its entry; label_dim 0: no classes."""
+    return EDM(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 
 # How weights start: (distribution, factor on weights, factor on biases), as published with Karras 2022.
@@ -63,7 +63,6 @@ class Conv(nn.Module):
 
     fused (down only, NCSN++'s skip path): the convolution comes first, padded for both.
     """
-
     def __init__(self, cin, cout, k, init, up=False, down=False, resample=(1, 1), fused=False):
         super().__init__()
         self.k, self.init, self.up, self.taps, self.fused = k, init, up, resample, fused
@@ -106,8 +105,7 @@ def attend(qkv, heads, prepare=lambda x: x):
     """Self-attention over (B, 3 C, H, W), channels (head, channel, q/k/v), -> (B, C, H, W), with an explicit
     float32 softmax (fused kernels have no JVP); prepare acts on all three of (3, B, heads, C / heads, S)."""
     q, k, v = prepare(rearrange(qkv, "b (n c three) h w -> three b n c (h w)", three=3, n=heads))
-    wide = torch.promote_types(torch.float32, q.dtype)
-    w = torch.einsum("bncq,bnck->bnqk", q.to(wide), k.to(wide) / math.sqrt(q.shape[2])).softmax(-1)
+    w = torch.einsum("bncq,bnck->bnqk", wide(q), wide(k) / math.sqrt(q.shape[2])).softmax(-1)
     x = torch.einsum("bnqk,bnck->bncq", w.to(v.dtype), v)
     return rearrange(x, "b n c (h w) -> b (n c) h w", h=qkv.shape[2])
 
@@ -118,7 +116,6 @@ class Block(nn.Module):
     song: the embedding is added, attention has one head, sums are scaled by sqrt(1/2);
     adm: the embedding scales and shifts, attention has cout // 64 heads (none below 64 channels).
     """
-
     def __init__(self, cin, cout, emb, adm, dropout, attn=False, up=False, down=False, resample=(1, 1)):
         super().__init__()
         init, zero, eps = (ADM, ADM_ZERO, 1e-5) if adm else (SONG, SONG_ZERO, 1e-6)
@@ -151,7 +148,6 @@ class Block(nn.Module):
 
 class TimeEmbedding(nn.Module):
     """x (B,) -> [cos, sin](f x): (B, n), f falling from 1 to 1e-4 (reached with endpoint), or random."""
-
     def __init__(self, n, endpoint, fourier):
         super().__init__()
         self.n, self.endpoint = n // 2, endpoint
@@ -173,7 +169,6 @@ class TimeEmbedding(nn.Module):
 
 class Skeleton(nn.Module):
     """Encoder and decoder of a U-Net under the names of the public files, and the walk through them."""
-
     def build(self, x_shape, first, width, mult, blocks, attn, block, c, aux=None, last_attn=False):
         """first: from the input to c channels; block(encoder, cin, cout, res, attn=, up=, down=) makes one,
         aux(cin, cout) one of NCSN++'s skip path; last_attn: attention in the last block of a decoder's level.
@@ -238,7 +233,6 @@ class UNet(Skeleton):
     attn: resolutions with attention; emb_mult: the embedding's width over `width`. NCSN++ is fourier,
     residual, noise_mult=2, resample=(1, 3, 3, 1).
     """
-
     def __init__(self, x_shape, label_dim, augment_dim, r, logvar, width, mult, blocks, attn, adm=False,
                  emb_mult=4, noise_mult=1, fourier=False, residual=False, resample=(1, 1), dropout=0.0):
         super().__init__()
@@ -307,8 +301,8 @@ class Preconditioned(Net):
 
     def embeddable(self, times, cond):
         """c_noise (B,) of each time, in at least float32; one-hot label (B, label_dim), none: a zero row."""
-        wide = torch.promote_types(torch.float32, self.dtype)
-        c_noise = [(t.clamp(min=1e-6).log() / 4).to(wide) for t in times]
+        dtype = torch.promote_types(torch.float32, self.dtype)
+        c_noise = [(t.clamp(min=1e-6).log() / 4).to(dtype) for t in times]
         classes = torch.arange(self.label_dim, device=times[0].device)
         return c_noise, (self.labels(cond, times[0])[:, None] == classes).to(self.dtype)
 

@@ -15,8 +15,8 @@ from common import BadInput, add_noise, convert, expand, predict, t_like, wide
 class Net(nn.Module):
     """The call of design.md §4 around a family's own `run`, with everything about it checked.
 
-    A family sets schedule, pred, blocks and taps_at, the shapes (C, [T,] H, W) of its taps, keeps the first of
-    its parameters out of its blocks (the weights' type is read from it), and has
+    A family sets schedule, pred, blocks and taps_at, the shapes (C, [T,] H, W) of its taps. The first of its
+    parameters, from which the weights' type is read, is in none of its blocks. It has
 
         run(x (B, C, [T,] H, W), times, cond, tap, **kw)
             -> prediction like x, None if stopped; what its log-variance head takes (B, [T,] D); the cache
@@ -24,8 +24,7 @@ class Net(nn.Module):
     x and cond's tensors, but for those in `exact`, come in the weights' type, times = (t,) or (t, r) float64
     (B,), for video also (B, T), as given. kw are those of skip, start, cache and write that the net `takes`;
     the cache is returned where `write` asks for it. After the k-th tapped block it calls tap(k, feature
-    (B, C, [T,] H, W)) and stops where that returns True. Parts that a net may lack are `optional`, sources may
-    lack or have them.
+    (B, C, [T,] H, W)) and stops where that returns True. `optional` parts may be missing, here and in sources.
     """
     optional = ("r_embedder.", "logvar_linear.")
     logvar_at = "logvar_linear"
@@ -75,7 +74,7 @@ class Net(nn.Module):
                 raise BadInput(f"{type(self).__name__} as it was built takes {self.takes or 'none'} of skip, "
                                f"start, cache and write; leave {name} out")
         if write and (stop or skip) or stop and not taps:
-            raise BadInput("stop needs taps, and a cache all blocks: leave stop and skip out where write is asked")
+            raise BadInput("stop needs taps; write, the work of all blocks, takes neither stop nor skip")
         for name, asked in dict(r=r is not None, logvar=logvar).items():
             if asked and not self.built[name]:
                 raise BadInput(f"{name} was asked of a net built without it; build the net with {name}=True")

@@ -131,7 +131,7 @@ class Toy(Net):
         return out if video else out[:, :, 0], F.silu(e_t), dict(pos=pos, kv=kvs)
 
     def coefficients(self, t):
-        """Karras 2022, table 1; c_in alone where the prediction is not x0, none where the schedule is not edm."""
+        """Karras 2022, table 1; where the prediction is not x0 c_in alone; of another schedule none."""
         s = self.sigma_data
         if self.schedule != "edm":
             return None

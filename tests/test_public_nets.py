@@ -90,7 +90,7 @@ def test_edm2_equals_the_reference_before_and_after_forced_weight_normalization(
     t, cond = torch.tensor(t).double(), dict(label=cond)
     huge = net.unet.dec["4x4_in1"](torch.full((1, 32, 4, 4), 1e4), torch.ones(1, 32))
     assert huge.max() == 256
-    net.unet.register_forward_hook(lambda module, args, out: raw.append(out[0]))
+    net.unet.register_forward_hook(lambda module, args, out: raw.append(out))
     got = net(x, t, cond, taps=(0, 1), logvar=True)
     assert near(got["out"], want["D"]) and near(raw[0], want["F"]) and near(net(x, t), want["D_uncond"])
     assert near(got["logvar"], want["logvar"].flatten())
