@@ -26,7 +26,7 @@ sizes = dict(
 
 
 def make(size, /, **options):
-    """Net of a named size; options (those of `EDM` and `UNet`) override its entry; label_dim 0: no classes."""
+    """Net of a named size; options (those of `EDM` and `UNet`) override its entry."""
     return EDM(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 

@@ -24,7 +24,7 @@ class Net(nn.Module):
     x and cond's tensors, but for those in `exact`, come in the weights' type, times = (t,) or (t, r) float64
     (B,), for video also (B, T), as given. kw are those of skip, start, cache and write that the net `takes`;
     the cache is returned where `write` asks for it. After the k-th tapped block it calls tap(k, feature
-    (B, C, [T,] H, W)) and stops where that returns True. `optional` parts may be missing, here and in sources.
+    (B, C, [T,] H, W)) and stops where that returns True. `optional` parts may be lacking, in sources too.
     """
     optional = ("r_embedder.", "logvar_linear.")
     logvar_at = "logvar_linear"
