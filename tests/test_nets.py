@@ -277,6 +277,14 @@ def test_a_discriminator_of_the_nets_kind_takes_its_features_and_gives_all_of_th
     assert logits.shape == (2, len(taps))
     assert all((g != 0).float().mean() > 0.9 for g in torch.autograd.grad(logits.sum(), features))
 
+def test_toy_and_conditioned_heads_see_the_mean_of_the_tokens_that_the_mask_shows():
+    net, x, t, cond = ready(CASES["toy_rf"])
+    head, features = shake(make_head(net, (0,), cond=True)), net(x, t, taps=(0,))["taps"]
+    masked = cond | dict(text_mask=torch.arange(5) < torch.tensor([[3], [1]]))
+    mean = cond | dict(text=torch.stack([cond["text"][0, :3].mean(0), cond["text"][1, 0]])[:, None])
+    for f in (lambda c: net(x, t, c)), (lambda c: head(features, c)):
+        assert close(f(masked), f(mean)) and not close(f(masked), f(cond), 1e-3)
+
 # ---- arguments
 @cases()
 def test_arguments_are_never_mutated_and_what_cannot_be_used_is_refused(case):
