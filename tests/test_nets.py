@@ -297,8 +297,8 @@ def test_arguments_are_never_mutated_and_what_cannot_be_used_is_refused(case):
     assert all(torch.equal(v, old) and v._version == version for v, (old, version) in zip(tensors, before))
     assert [*cond] == keys and taps == [*range(net.n_taps)]
     net, *args = ready(case)                            # built without r and logvar
-    for part, kw in (("", dict(r=t)), ("", dict(logvar=True)), ("", dict(stop=True)),
-                     ("skip", dict(skip=(0,))), ("cache", dict(start=1)), ("cache", dict(cache={})), ("cache", dict(write=True))):
+    asks = ("", dict(r=t)), ("", dict(logvar=True)), ("", dict(stop=True)), ("skip", dict(skip=(0,)))
+    for part, kw in (*asks, *(("cache", ask) for ask in (dict(start=1), dict(cache={}), dict(write=True)))):
         if not parts(case, part):
             refused(net, *args, **kw)
     with pytest.raises(TypeError):
