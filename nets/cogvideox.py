@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from common import BadInput
+from common import BadInput, number
 from nets.layers import (FeedForward, Linear, MLP2, Net, SelfAttention, Zero, angles, ddim, grid, pack,
                          sin_emb)
 
@@ -82,11 +82,11 @@ class CogVideoX(Net):
 
     def __init__(self, x_shape, depth, dim, heads, time_dim, text_dim, schedule="cogvideox", rotary=False,
                  r=False, logvar=False, dropout=0.0):
-        super().__init__()
+        super().__init__(x_shape, r, logvar)
         if dim % 16 or dim % (16 * heads) and rotary or dim % heads:
             raise BadInput(f"cogvideox: dim {dim} must be a multiple of heads {heads}, and of 16, which with "
                            "RoPE each head must be")
-        self.x_shape, self.schedule, self.rotary = tuple(x_shape), schedule, rotary
+        self.schedule, self.rotary = schedule, rotary
         self.text_dim, self.dim, self.heads = text_dim, dim, heads
         channels, frames, rows, columns = x_shape
         self.blocks = [f"transformer_blocks.{i}" for i in range(depth)]
@@ -94,17 +94,11 @@ class CogVideoX(Net):
 
         self.patch_embed = Patches(channels, text_dim, dim)
         self.time_embedding = MLP2(dim, time_dim)
-        if r:
-            self.r_embedder = MLP2(dim, time_dim, Zero)
-        if logvar:
-            self.logvar_linear = Zero(time_dim, 1)
+        self.r_embedder = MLP2(dim, time_dim, Zero) if r else None
+        self.logvar_linear = Zero(time_dim, 1) if logvar else None
         self.transformer_blocks = nn.ModuleList(Block(dim, heads, time_dim, dropout) for _ in range(depth))
         self.norm_final, self.norm_out = nn.LayerNorm(dim, eps=1e-5), Norm(time_dim, dim, 2)
         self.proj_out = Zero(dim, 4 * channels)
-
-    @property
-    def dtype(self):
-        return self.proj_out.weight.dtype
 
     def table(self, frames, rows, columns, device):
         """What 2B adds to its tokens (T x h x w, D): [sin, cos] of time, then column, then row; the last two
@@ -157,8 +151,7 @@ class CogVideoX(Net):
 def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):
     """As CogVideoXPipeline with the scheduler that the released folders name, CogVideoXDDIMScheduler: times
     999, ... in equal steps, counted from the noisy end."""
-    if not 1 <= steps <= 1000:
-        raise BadInput(f"--steps {steps} must be from 1 to 1000, the length of CogVideoX's table")
+    number("--steps", steps, 1, 1000)                   # the length of its table
     # numpy, for its halves: at 48 steps they round otherwise without it; at 61 diffusers has a step too many
     ks = np.round(np.arange(1000, 0, -1000 / steps))[:steps] - 1
     return ddim(net, noise, cond, ks.astype(int).tolist(), 1000 // steps, uncond, guidance)

@@ -112,11 +112,11 @@ class Cosmos(Net):
     def __init__(self, x_shape, depth, dim, heads, text_dim, text_proj=0, rank=256, stretch=(1.0, 1.0, 1.0),
                  video2world=False, eps=1e-6, condition_t=0.0, levels=(0.002, 80.0), unipc=False,
                  r=False, logvar=False, dropout=0.0):
-        super().__init__()
+        super().__init__(x_shape, r, logvar)
         if dim % (2 * heads) or dim // heads < 12:
             raise BadInput(f"cosmos_predict2: dim {dim} must be a multiple of 2 x heads = {2 * heads}, and a "
                            "head have at least 12 channels")
-        self.x_shape, self.stretch = tuple(x_shape), tuple(stretch)
+        self.stretch = tuple(stretch)
         self.dim, self.heads, self.video2world, self.condition_t = dim, heads, video2world, condition_t
         self.text_dim, self.text_proj = text_dim, text_proj
         self.levels, self.unipc = tuple(levels), unipc
@@ -129,17 +129,11 @@ class Cosmos(Net):
         self.time_embed = TimeEmbed(dim)
         if text_proj:
             self.crossattn_proj = nn.Sequential(Linear(text_dim, text_proj), nn.GELU())
-        if r:
-            self.r_embedder = MLP2(dim, dim, Zero)
-        if logvar:
-            self.logvar_linear = Zero(dim, 1)
+        self.r_embedder = MLP2(dim, dim, Zero) if r else None
+        self.logvar_linear = Zero(dim, 1) if logvar else None
         self.transformer_blocks = nn.ModuleList(
             Block(dim, heads, text_proj or text_dim, rank, eps, dropout) for _ in range(depth))
         self.norm_out, self.proj_out = Modulation(dim, rank, 2), Zero(dim, 4 * channels, bias=False)
-
-    @property
-    def dtype(self):
-        return self.proj_out.weight.dtype
 
     def adapt(self, key, tensor):
         """NVIDIA's files hold tables and counters besides the weights."""

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from common import BadInput, all_mean
-from nets.layers import Zero
+from nets.layers import Zero, label_rows, mean_token
 
 
 def group_norm(channels):
@@ -68,12 +68,9 @@ class Heads(nn.Module):
         """The direction (B, C) that head i adds for cond, or None."""
         e = None
         if self.labels is not None and "label" in cond:
-            label = cond["label"]
-            e = self.labels[i](label.clamp(min=0)) * (label >= 0)[:, None]
+            e = label_rows(self.labels[i], cond["label"])
         if self.texts is not None and "text" in cond:
-            text = cond["text"].to(dtype)                                                   # (B, L, D)
-            mask = cond.get("text_mask", text.new_ones(text.shape[:2])).to(dtype)[..., None]
-            told = self.texts[i]((text * mask).sum(1) / mask.sum(1).clamp(min=1))
+            told = self.texts[i](mean_token(cond["text"].to(dtype), cond))
             e = told if e is None else e + told
         return e
 
@@ -117,10 +114,10 @@ class VideoDiTHead(Heads):
 def make_head(net, taps, cond=False):
     """The discriminator for features of `net` at these taps, of the kind that suits the net; with cond it
     sees the net's conditions."""
-    kinds = dict(unet=UNetHead, image_dit=ImageDiTHead, video_dit=VideoDiTHead)
-    kind = getattr(net, "head_kind", "video_dit" if len(net.x_shape) == 4 else "unet")
+    image = ImageDiTHead if getattr(net, "transformer", False) else UNetHead
+    kind = VideoDiTHead if len(net.x_shape) == 4 else image
     sees = dict(label_dim=getattr(net, "label_dim", 0), text_dim=getattr(net, "text_dim", 0)) if cond else {}
-    return kinds[kind](net.tap_shapes(taps), **sees)
+    return kind(net.tap_shapes(taps), **sees)
 
 
 class DensityRatio(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from common import BadInput, heun
+from common import BadInput, heun, number
 from nets.layers import Linear, Net, Zero, attention, ddim, modulate, sin_emb
 
 shapes = dict(s=(12, 384, 6), b=(12, 768, 12), l=(24, 1024, 16), xl=(28, 1152, 16))         # depth, D, heads
@@ -25,12 +25,6 @@ def make(size, /, **options):
     return DiT(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 
-class Patches(nn.Module):
-    def __init__(self, channels, dim, patch):
-        super().__init__()
-        self.proj = nn.Conv2d(channels, dim, patch, stride=patch)
-
-
 class TimeMLP(nn.Module):
     """Embeds a time that is already scaled: (B,) -> (B, dim)."""
     def __init__(self, dim, last=Linear):
@@ -39,13 +33,6 @@ class TimeMLP(nn.Module):
 
     def forward(self, t):
         return self.mlp(sin_emb(t, 256, self.mlp[0].weight.dtype))
-
-
-class LabelTable(nn.Module):
-    """One row per class, the last for none."""
-    def __init__(self, rows, dim):
-        super().__init__()
-        self.embedding_table = nn.Embedding(rows, dim)
 
 
 class Attention(nn.Module):
@@ -102,22 +89,21 @@ class DiT(Net):
     def __init__(self, x_shape, depth, dim, heads, patch=2, label_dim=0, schedule="dit", pred="eps",
                  scale=1000.0, reverse=False, learn_sigma=False, r=False, r_kind="abs", logvar=False,
                  dropout=0.0):
-        super().__init__()
+        super().__init__(x_shape, r, logvar)
         if dim % (4 * heads) or x_shape[1] % patch or r_kind not in ("abs", "diff"):
             raise BadInput(f"dit: dim {dim} must be a multiple of 4 x heads = {4 * heads}, the size "
                            f"{x_shape[1]} of patch {patch}, r_kind {r_kind!r} abs or diff")
-        self.x_shape, self.schedule, self.pred, self.label_dim = tuple(x_shape), schedule, pred, label_dim
+        self.schedule, self.pred, self.label_dim = schedule, pred, label_dim
         self.patch, self.dim, self.scale, self.reverse, self.r_kind = patch, dim, scale, reverse, r_kind
         self.grid = x_shape[1] // patch, x_shape[2] // patch
         self.blocks, self.taps_at = [f"layers.{i}" for i in range(depth)], [(dim, *self.grid)] * depth
 
-        self.x_embedder = Patches(x_shape[0], dim, patch)
+        self.x_embedder = nn.ModuleDict(dict(proj=nn.Conv2d(x_shape[0], dim, patch, stride=patch)))
         self.register_buffer("pos_embed", torch.empty(1, self.grid[0] * self.grid[1], dim))
-        self.t_embedder, self.y_embedder = TimeMLP(dim), LabelTable(label_dim + 1, dim)
-        if r:
-            self.r_embedder = TimeMLP(dim, Zero)
-        if logvar:
-            self.logvar_linear = Zero(dim, 1)
+        self.t_embedder = TimeMLP(dim)                  # of labels: a row per class, the last for none
+        self.y_embedder = nn.ModuleDict(dict(embedding_table=nn.Embedding(label_dim + 1, dim)))
+        self.r_embedder = TimeMLP(dim, Zero) if r else None
+        self.logvar_linear = Zero(dim, 1) if logvar else None
         self.layers = nn.ModuleList(Block(dim, heads, dropout) for _ in range(depth))
         self.final_layer = Final(dim, patch ** 2 * x_shape[0] * (2 if learn_sigma else 1))
         self.reset_parameters()
@@ -130,18 +116,14 @@ class DiT(Net):
         angles = [p.reshape(-1, 1) * f for p in (columns, rows)]
         self.pos_embed.copy_(torch.cat([half for a in angles for half in (a.sin(), a.cos())], dim=1)[None])
 
-    @property
-    def dtype(self):
-        return self.final_layer.linear.weight.dtype
-
     def run(self, x, times, cond, tap):
         """cond: label (B,) int64, -1 = none."""
         if x.shape[2:] != self.x_shape[1:]:
             raise BadInput(f"dit: its positions are those of {self.x_shape}, not of {tuple(x.shape[1:])}")
-        h = rearrange(self.x_embedder.proj(x), "b d h w -> b (h w) d") + self.pos_embed
+        h = rearrange(self.x_embedder["proj"](x), "b d h w -> b (h w) d") + self.pos_embed
         at = [(1 - t if self.reverse else t) * self.scale for t in times]
         e = self.t_embedder(at[0])                                                              # (B, D)
-        c = e + self.y_embedder.embedding_table(self.labels(cond, times[0]))
+        c = e + self.y_embedder["embedding_table"](self.labels(cond, times[0]))
         if len(at) > 1:
             c = c + self.r_embedder(at[1] if self.r_kind == "abs" else (at[0] - at[1]))
         for i, layer in enumerate(self.layers):
@@ -157,7 +139,6 @@ def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):
     """x0 by DDIM over every (1000 // steps)-th time, as DiT's pipeline in diffusers; of SiT by Heun."""
     if net.schedule != "dit":
         return heun(net, noise, cond, steps, uncond, guidance)
-    if not 1 <= steps <= 1000:
-        raise BadInput(f"--steps {steps} must be from 1 to 1000, the length of DiT's table")
+    number("--steps", steps, 1, 1000)                   # the length of its table
     each = 1000 // steps
     return ddim(net, noise, cond, [k * each for k in reversed(range(steps))], each, uncond, guidance)

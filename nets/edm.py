@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from common import BadInput
+from common import wide
+from nets.layers import Net
 
 sizes = dict(
     cifar10=dict(x_shape=(3, 32, 32), label_dim=10, augment_dim=9, width=128, mult=(2, 2, 2), blocks=4,
@@ -24,10 +25,9 @@ sizes = dict(
 )
 
 
-def make(size, /, label_dim=None, augment_dim=None, r=False, logvar=False, dropout=0.0):
-    """Net of a named size; label_dim None keeps the size's own (0: unconditional), augment_dim likewise."""
-    given = {k: v for k, v in dict(label_dim=label_dim, augment_dim=augment_dim).items() if v is not None}
-    return EDM(**sizes[size] | given, r=r, logvar=logvar, dropout=dropout)
+def make(size, /, **options):
+    """Net of a named size; options (those of `EDM` and `UNet`) override its entry."""
+    return EDM(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 
 # How weights start: (distribution, factor on weights, factor on biases), as published with Karras 2022.
@@ -49,18 +49,13 @@ def draw(weight, bias, init):
         bias.uniform_(-bound * bias_scale, bound * bias_scale)
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     def __init__(self, cin, cout, init, bias=True):
-        super().__init__()
-        self.init, self.weight = init, nn.Parameter(torch.empty(cout, cin))
-        self.bias = nn.Parameter(torch.empty(cout)) if bias else None
-        self.reset_parameters()
+        self.init = init
+        super().__init__(cin, cout, bias)
 
     def reset_parameters(self):
         draw(self.weight, self.bias, self.init)
-
-    def forward(self, x):
-        return F.linear(x, self.weight, self.bias)
 
 
 class Conv(nn.Module):
@@ -68,7 +63,6 @@ class Conv(nn.Module):
 
     fused (down only, NCSN++'s skip path): the convolution comes first, padded for both.
     """
-
     def __init__(self, cin, cout, k, init, up=False, down=False, resample=(1, 1), fused=False):
         super().__init__()
         self.k, self.init, self.up, self.taps, self.fused = k, init, up, resample, fused
@@ -111,8 +105,7 @@ def attend(qkv, heads, prepare=lambda x: x):
     """Self-attention over (B, 3 C, H, W), channels (head, channel, q/k/v), -> (B, C, H, W), with an explicit
     float32 softmax (fused kernels have no JVP); prepare acts on all three of (3, B, heads, C / heads, S)."""
     q, k, v = prepare(rearrange(qkv, "b (n c three) h w -> three b n c (h w)", three=3, n=heads))
-    wide = torch.promote_types(torch.float32, q.dtype)
-    w = torch.einsum("bncq,bnck->bnqk", q.to(wide), k.to(wide) / math.sqrt(q.shape[2])).softmax(-1)
+    w = torch.einsum("bncq,bnck->bnqk", wide(q), wide(k) / math.sqrt(q.shape[2])).softmax(-1)
     x = torch.einsum("bnqk,bnck->bncq", w.to(v.dtype), v)
     return rearrange(x, "b n c (h w) -> b (n c) h w", h=qkv.shape[2])
 
@@ -123,7 +116,6 @@ class Block(nn.Module):
     song: the embedding is added, attention has one head, sums are scaled by sqrt(1/2);
     adm: the embedding scales and shifts, attention has cout // 64 heads (none below 64 channels).
     """
-
     def __init__(self, cin, cout, emb, adm, dropout, attn=False, up=False, down=False, resample=(1, 1)):
         super().__init__()
         init, zero, eps = (ADM, ADM_ZERO, 1e-5) if adm else (SONG, SONG_ZERO, 1e-6)
@@ -156,7 +148,6 @@ class Block(nn.Module):
 
 class TimeEmbedding(nn.Module):
     """x (B,) -> [cos, sin](f x): (B, n), f falling from 1 to 1e-4 (reached with endpoint), or random."""
-
     def __init__(self, n, endpoint, fourier):
         super().__init__()
         self.n, self.endpoint = n // 2, endpoint
@@ -178,7 +169,6 @@ class TimeEmbedding(nn.Module):
 
 class Skeleton(nn.Module):
     """Encoder and decoder of a U-Net under the names of the public files, and the walk through them."""
-
     def build(self, x_shape, first, width, mult, blocks, attn, block, c, aux=None, last_attn=False):
         """first: from the input to c channels; block(encoder, cin, cout, res, attn=, up=, down=) makes one,
         aux(cin, cout) one of NCSN++'s skip path; last_attn: attention in the last block of a decoder's level.
@@ -217,25 +207,23 @@ class Skeleton(nn.Module):
     def join(self, x, skip):
         return torch.cat([x, skip], dim=1)
 
-    def walk(self, x, emb, taps, stop):
-        """x (B, channels, H, W) and the embedding (B, emb) -> (B, c, H, W) or None if stopped, features."""
-        features, skips, aux = [], [], x
+    def walk(self, x, emb, tap):
+        """x (B, channels, H, W) and the embedding (B, emb) -> (B, c, H, W), or None if tap stops it."""
+        skips, aux = [], x
         for key, block in self.enc.items():
             if key.endswith("aux_residual"):
                 x = skips[-1] = aux = (x + block(aux)) * math.sqrt(0.5)
                 continue
             x = block(x) if key.endswith("_conv") else block(x, emb)
             skips.append(x)
-            if self.tap_of.get(key) in taps:
-                features.append(x)
-                if stop and len(features) == len(taps):
-                    return None, features
+            if key in self.tap_of and tap(self.tap_of[key], x):
+                return None
         for key, block in self.dec.items():
             if "_block" in key:
                 x = self.join(x, skips.pop())
             if "_aux_" not in key:
                 x = block(x, emb)
-        return x, features
+        return x
 
 
 class UNet(Skeleton):
@@ -245,7 +233,6 @@ class UNet(Skeleton):
     attn: resolutions with attention; emb_mult: the embedding's width over `width`. NCSN++ is fourier,
     residual, noise_mult=2, resample=(1, 3, 3, 1).
     """
-
     def __init__(self, x_shape, label_dim, augment_dim, r, logvar, width, mult, blocks, attn, adm=False,
                  emb_mult=4, noise_mult=1, fourier=False, residual=False, resample=(1, 1), dropout=0.0):
         super().__init__()
@@ -283,81 +270,46 @@ class UNet(Skeleton):
         """Embeddings of t (and r), one-hot label (B, label_dim), augment (B, augment_dim) -> (B, emb)."""
         e = torch.cat([e if self.adm else e.roll(self.noise // 2, 1) for e in times], dim=1).to(dtype)
         if augment is not None and hasattr(self, "map_augment"):    # song above: halves swapped to [sin, cos]
-            e = e + self.map_augment(augment.to(dtype))
+            e = e + self.map_augment(augment)
         if self.label_dim and not self.adm:
             e = e + self.map_label(label * math.sqrt(self.label_dim))
         e = self.map_layer1(F.silu(self.map_layer0(e)))
         return F.silu(e + self.map_label(label) if self.label_dim and self.adm else e)
 
-    def forward(self, x, c_noise, label, augment, taps, stop, logvar):
-        """x in the weights' type -> F (B, C, H, W) or None if stopped, features, log-variance or None."""
+    def forward(self, x, c_noise, label, augment, tap):
+        """x in the weights' type -> F (B, C, H, W) or None if stopped, the embedded time as such."""
         times = [self.map_noise(c) for c in c_noise]         # of t, and of r where the net takes it
-        u = self.logvar_linear(times[0].to(x.dtype))[:, 0].to(times[0].dtype) if logvar else None
-        x, features = self.walk(x, self.embed(times, label, augment, x.dtype), taps, stop)
-        if x is None:
-            return None, features, u
-        norm, conv = (self.out_norm, self.out_conv) if self.adm else list(self.dec.values())[-2:]
-        return conv(F.silu(norm(x))), features, u
+        h = self.walk(x, self.embed(times, label, augment, x.dtype), tap)
+        if h is not None:
+            norm, conv = (self.out_norm, self.out_conv) if self.adm else list(self.dec.values())[-2:]
+            h = conv(F.silu(norm(h)))
+        return h, times[0].to(x.dtype)
 
 
-class Preconditioned(nn.Module):
-    """x0 prediction D of x_t = x0 + t eps around a family's F.
-
-    A family sets blocks, optional, taps_at (the shapes (C, H, W) of its taps), `root` (a parameter in no
-    block, which knows the weights' type) and run(x, c_noise, label, augment, taps, stop, logvar) = UNet's.
-    """
-    schedule, pred = "edm", "x0"
+class Preconditioned(Net):
+    """x0 prediction D of x_t = x0 + t eps around a family's F. cond: label (B,) int64, -1 = none (range
+    checked on the CPU only), and what the family names."""
+    schedule, pred, transformer = "edm", "x0", False
 
     def __init__(self, x_shape, label_dim, sigma_data, r, logvar):
-        super().__init__()
-        self.x_shape, self.label_dim, self.sigma_data = tuple(x_shape), label_dim, sigma_data
-        self.r, self.has_logvar = r, logvar
+        super().__init__(x_shape, r, logvar)
+        self.label_dim, self.sigma_data = label_dim, sigma_data
 
-    @property
-    def n_taps(self):
-        return len(self.taps_at)
+    def coefficients(self, t):
+        s, var = self.sigma_data, t ** 2 + self.sigma_data ** 2
+        return var.rsqrt(), s ** 2 / var, t * s * var.rsqrt()
 
-    def tap_shapes(self, taps):
-        """Shapes (C, H, W) of the features that a call with these taps returns, in ascending tap order."""
-        if bad := [k for k in taps if k not in range(self.n_taps)]:
-            raise BadInput(f"tap {bad[0]} does not exist in this net; its taps are 0 to {self.n_taps - 1}")
-        return [self.taps_at[k] for k in sorted(set(taps))]
-
-    def forward(self, x_t, t, cond={}, r=None, taps=(), stop=False, logvar=False, skip=(), start=0,
-                cache=None, write=False):
-        """x_t (B, C, H, W), t and r (B,) -> x0 in at least float32, or a dict of out, taps, logvar (B,).
-
-        cond: label (B,) int64, -1 = none (range checked on the CPU only); augment (B, augment_dim).
-        """
-        if skip or start or cache is not None or write:
-            raise BadInput("edm nets have no skip, start, cache or write; leave them out")
-        if (r is not None) != self.r:
-            raise BadInput("this net was built with r=True and needs r in every call" if self.r else
-                           "r was given to a net built without it; build the net with r=True")
-        if logvar and not self.has_logvar:
-            raise BadInput("logvar was asked of a net built without the head; build the net with logvar=True")
-        self.tap_shapes(taps)
-        dtype, s = self.get_parameter(self.root).dtype, self.sigma_data
-        label = cond.get("label", torch.full_like(t, -1))
-        wide, wide_t = (torch.promote_types(torch.float32, d) for d in (x_t.dtype, dtype))
-        if self.label_dim and label.device.type == "cpu" and (label >= self.label_dim).any():
-            raise BadInput(f"label {int(label.max())} is not below the net's label_dim {self.label_dim}")
-        label = (label[:, None] == torch.arange(self.label_dim, device=t.device)).to(dtype)  # -1: a zero row
-        # the coefficients are computed in t's precision and applied in at least float32: (B, 1, 1, 1)
-        var = t ** 2 + s ** 2
-        c_in, c_skip, c_out = (c.to(wide)[:, None, None, None]
-                               for c in (var.rsqrt(), s ** 2 / var, t * s * var.rsqrt()))
-        c_noise = [(c.clamp(min=1e-6).log() / 4).to(wide_t) for c in (t, r) if c is not None]
-        x_t, augment, taps = x_t.to(wide), cond.get("augment"), set(taps)
-        f, features, u = self.run((c_in * x_t).to(dtype), c_noise, label, augment, taps, stop, logvar)
-        out = {} if f is None else dict(out=c_skip * x_t + c_out * f.to(wide))
-        out |= (dict(taps=features) if taps else {}) | (dict(logvar=u) if logvar else {})
-        return out if taps or logvar else out["out"]
+    def embeddable(self, times, cond):
+        """c_noise (B,) of each time, in at least float32; one-hot label (B, label_dim), none: a zero row."""
+        dtype = torch.promote_types(torch.float32, self.dtype)
+        c_noise = [(t.clamp(min=1e-6).log() / 4).to(dtype) for t in times]
+        classes = torch.arange(self.label_dim, device=times[0].device)
+        return c_noise, (self.labels(cond, times[0])[:, None] == classes).to(self.dtype)
 
 
 class EDM(Preconditioned):
-    """r: takes a second time; logvar: has the log-variance head."""
-    root, optional = "model.map_layer0.weight", ("model.logvar_linear.",)
+    """r: takes a second time; logvar: has the log-variance head. cond: also augment (B, augment_dim)."""
+    optional, logvar_at = ("model.logvar_linear.",), "model.logvar_linear"
 
     def __init__(self, x_shape, label_dim=0, augment_dim=0, sigma_data=0.5, r=False, logvar=False, **unet):
         super().__init__(x_shape, label_dim, sigma_data, r, logvar)
@@ -366,8 +318,8 @@ class EDM(Preconditioned):
         self.taps_at = self.model.taps_at
         self.blocks = [name for name, m in self.named_modules() if isinstance(m, Block)]
 
-    def run(self, *args):
-        return self.model(*args)
+    def run(self, x, times, cond, tap):
+        return self.model(x, *self.embeddable(times, cond), cond.get("augment"), tap)
 
     def adapt(self, key, tensor):
         """A source's tensor in this net's shape: zero weights for r, None for a part built off here."""
@@ -375,6 +327,6 @@ class EDM(Preconditioned):
         if part in ("map_augment", "logvar_linear") and not hasattr(model, part):
             return None
         dim = dict(map_layer0=1, map_augment=0, map_label=None if model.adm else 0).get(part)
-        if not self.r or dim is None or tensor.ndim <= dim or tensor.shape[dim] != model.noise:
+        if not self.built["r"] or dim is None or tensor.ndim <= dim or tensor.shape[dim] != model.noise:
             return tensor
         return torch.cat([tensor, torch.zeros_like(tensor)], dim=dim)

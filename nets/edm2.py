@@ -128,21 +128,20 @@ class UNet(Skeleton):
         scale = [math.sqrt((x.shape[1] + skip.shape[1]) / 2 / part.shape[1]) for part in (x, skip)]
         return torch.cat([x * scale[0], skip * scale[1]], dim=1)
 
-    def forward(self, x, c_noise, label, taps, stop):
-        """x in the weights' type, c_noise (B,) of each time, one-hot label -> F or None, features."""
+    def forward(self, x, c_noise, label, tap):
+        """x in the weights' type, c_noise (B,) of each time, one-hot label -> F, or None if stopped."""
         e = self.emb_noise(self.emb_fourier(c_noise[0]))                            # (B, emb), as c_noise
         if len(c_noise) > 1:
             e = mp_sum(e, self.emb_noise_r(self.emb_fourier_r(c_noise[1])), self.emb_gain_r)
         if self.label_dim:
             e = mp_sum(e, self.emb_label(label.to(e.dtype) * math.sqrt(self.label_dim)), 0.5)
         x = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)                        # in place of biases
-        x, features = self.walk(x, F.silu(e) / SILU, taps, stop)
-        return x if x is None else self.out_conv(x, self.out_gain), features
+        x = self.walk(x, F.silu(e) / SILU, tap)
+        return x if x is None else self.out_conv(x, self.out_gain)
 
 
 class EDM2(Preconditioned):
     """r: takes a second time; logvar: has the log-variance head, which NVIDIA's files hold."""
-    layouts, root = dict(public=()), "unet.emb_noise.weight"
     optional = "logvar_", "unet.emb_fourier_r.", "unet.emb_noise_r.", "unet.emb_gain_r"
 
     def __init__(self, x_shape, label_dim=0, sigma_data=0.5, r=False, logvar=False, logvar_dim=128, **unet):
@@ -155,12 +154,13 @@ class EDM2(Preconditioned):
 
     def adapt(self, key, tensor):
         """A source's tensor in this net's shape; None for a part built off here."""
-        off = key.startswith(self.optional) and key not in self.state_dict()
-        return None if off else tensor if tensor.ndim else tensor.reshape(1)
+        tensor = super().adapt(key, tensor)
+        return tensor if tensor is None or tensor.ndim else tensor.reshape(1)
 
-    def run(self, x, c_noise, label, augment, taps, stop, logvar):
-        u = self.logvar_linear(self.logvar_fourier(c_noise[0]))[:, 0].to(c_noise[0].dtype) if logvar else None
-        return *self.unet(x, c_noise, label, taps, stop), u
+    def run(self, x, times, cond, tap):
+        c_noise, label = self.embeddable(times, cond)
+        wave = self.logvar_fourier(c_noise[0]) if self.built["logvar"] else None
+        return self.unet(x, c_noise, label, tap), wave
 
     @torch.no_grad()
     def post_step(self):

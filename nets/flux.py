@@ -59,10 +59,10 @@ class Flux(Net):
 
     def __init__(self, x_shape, depth, single_depth, dim, heads, axes, text_dim, pooled_dim,
                  embed_guidance=3.5, r=False, logvar=False, dropout=0.0):
-        super().__init__()
+        super().__init__(x_shape, r, logvar)
         if sum(axes) * heads != dim or any(n % 2 for n in axes):
             raise BadInput(f"flux: axes {axes} must be even, of sum dim / heads = {dim} / {heads}")
-        self.x_shape, self.axes, self.embed_guidance = tuple(x_shape), tuple(axes), float(embed_guidance)
+        self.axes, self.embed_guidance = tuple(axes), float(embed_guidance)
         self.text_dim, self.pooled_dim = text_dim, pooled_dim
         channels, rows, columns = x_shape
         self.blocks = [f"transformer_blocks.{i}" for i in range(depth)]
@@ -73,17 +73,11 @@ class Flux(Net):
             timestep_embedder=MLP2(256, dim), guidance_embedder=MLP2(256, dim),
             text_embedder=MLP2(pooled_dim, dim)))
         self.context_embedder, self.x_embedder = Linear(text_dim, dim), Linear(4 * channels, dim)
-        if r:
-            self.r_embedder = MLP2(256, dim, Zero)
-        if logvar:
-            self.logvar_linear = Zero(dim, 1)
+        self.r_embedder = MLP2(256, dim, Zero) if r else None
+        self.logvar_linear = Zero(dim, 1) if logvar else None
         self.transformer_blocks = nn.ModuleList(Double(dim, heads, dropout) for _ in range(depth))
         self.single_transformer_blocks = nn.ModuleList(Single(dim, heads) for _ in range(single_depth))
         self.norm_out, self.proj_out = Modulation(dim, 2), Zero(dim, 4 * channels)
-
-    @property
-    def dtype(self):
-        return self.x_embedder.weight.dtype
 
     def run(self, x, times, cond, tap):
         """cond: text (B, L, text_dim), seen whole with its padding; pooled (B, pooled_dim); guidance (B,) or

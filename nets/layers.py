@@ -9,44 +9,42 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import BadInput, add_noise, convert, predict, t_like
+from common import BadInput, add_noise, convert, expand, predict, t_like, wide
 
 
 class Net(nn.Module):
     """The call of design.md §4 around a family's own `run`, with everything about it checked.
 
-    A family sets schedule, pred, x_shape, blocks and taps_at, the shapes (C, [T,] H, W) of its taps, has
-    `dtype` (that of its weights, read from a parameter of the root) and
+    A family sets schedule, pred, blocks and taps_at, the shapes (C, [T,] H, W) of its taps. The first of its
+    parameters, from which the weights' type is read, is in none of its blocks. It has
 
         run(x (B, C, [T,] H, W), times, cond, tap, **kw)
-            -> prediction like x, None if stopped; embedding of t (B, D) or, by frame, (B, T, D); the cache
+            -> prediction like x, None if stopped; what its log-variance head takes (B, [T,] D); the cache
 
     x and cond's tensors, but for those in `exact`, come in the weights' type, times = (t,) or (t, r) float64
     (B,), for video also (B, T), as given. kw are those of skip, start, cache and write that the net `takes`;
     the cache is returned where `write` asks for it. After the k-th tapped block it calls tap(k, feature
-    (B, C, [T,] H, W)) and stops where that returns True. Heads that a net may lack (r_embedder,
-    logvar_linear) are None then; sources may lack or have them.
+    (B, C, [T,] H, W)) and stops where that returns True. `optional` parts may be lacking, in sources too.
     """
     optional = ("r_embedder.", "logvar_linear.")
+    logvar_at = "logvar_linear"
+    transformer = True                   # its features are all of one size, those of a U-Net shrink
     exact = ()                           # keys of cond that keep their own type: numbers like t
     label_dim = 0
     takes = ()                           # of skip, start, cache, write
     layouts = dict(public=())            # of sources: substitutions (pattern, theirs) from our keys to theirs
 
-    def __init__(self):
+    def __init__(self, x_shape, r=False, logvar=False):
         super().__init__()
-        self.r_embedder = self.logvar_linear = None
+        self.x_shape, self.built = tuple(x_shape), dict(r=r, logvar=logvar)
 
     @property
     def n_taps(self):
         return len(self.taps_at)
 
     @property
-    def head_kind(self):
-        """The kind of discriminator head: a transformer's features are all of one size, a U-Net's shrink."""
-        if len(self.x_shape) == 4:
-            return "video_dit"
-        return "image_dit" if len({shape[1:] for shape in self.taps_at}) == 1 else "unet"
+    def dtype(self):
+        return next(self.parameters()).dtype
 
     def tap_shapes(self, taps):
         """Shapes (C, [T,] H, W) at x_shape of the features that a call with these taps returns, ascending."""
@@ -55,9 +53,14 @@ class Net(nn.Module):
         return [self.taps_at[k] for k in sorted(set(taps))]
 
     def adapt(self, key, tensor):
-        """A source's tensor for this net; None for a head built off here."""
-        part = key.split(".")[0]
-        return None if part + "." in self.optional and getattr(self, part) is None else tensor
+        """A source's tensor for this net; None for an optional part that it was built without."""
+        part = next((part for part in self.optional if key.startswith(part)), None)
+        off = part and not any(own.startswith(part) for own in self.state_dict())
+        return None if off else tensor
+
+    def coefficients(self, t):
+        """(c_in, c_skip, c_out), each like t, of a net that predicts c_skip x_t + c_out run(c_in x_t)."""
+        return None
 
     def forward(self, x_t, t, cond={}, r=None, taps=(), stop=False, logvar=False, skip=(), start=0,
                 cache=None, write=False):
@@ -70,13 +73,12 @@ class Net(nn.Module):
             if name not in self.takes and (value or name == "cache" and value is not None):
                 raise BadInput(f"{type(self).__name__} as it was built takes {self.takes or 'none'} of skip, "
                                f"start, cache and write; leave {name} out")
-        if write and (stop or skip):
-            raise BadInput("a cache is written by all blocks; leave skip and stop out where write is asked")
-        heads = dict(r=(r is not None, self.r_embedder), logvar=(logvar, self.logvar_linear))
-        for name, (asked, head) in heads.items():
-            if asked and head is None:
+        if write and (stop or skip) or stop and not taps:
+            raise BadInput("stop needs taps; write, the work of all blocks, takes neither stop nor skip")
+        for name, asked in dict(r=r is not None, logvar=logvar).items():
+            if asked and not self.built[name]:
                 raise BadInput(f"{name} was asked of a net built without it; build the net with {name}=True")
-        if r is None and self.r_embedder is not None:
+        if r is None and self.built["r"]:
             raise BadInput("this net was built with r=True and needs r in every call")
         if x_t.shape[1] != self.x_shape[0] or x_t.ndim != len(self.x_shape) + 1:
             raise BadInput(f"x_t of shape {tuple(x_t.shape)} for a net of {self.x_shape}")
@@ -85,19 +87,24 @@ class Net(nn.Module):
 
         def tap(k, feature):
             if k in taps:
-                features.append(feature)
+                features.append(feature.contiguous())
             return stop and len(features) == len(shapes)
 
         cast = lambda v: v.to(self.dtype) if v.is_floating_point() else v                       # noqa: E731
         times = (t,) if r is None else (t, r)
         cond = {k: v if k in self.exact else cast(v) for k, v in cond.items()}
-        out, e, *written = self.run(cast(x_t), times, cond, tap, **{k: extra[k] for k in self.takes})
-        wide = torch.promote_types(torch.float32, x_t.dtype)
-        result = {} if out is None else dict(out=out.to(wide))
+        x, scales = wide(x_t), self.coefficients(t)
+        if scales:                       # taken in t's precision, applied in at least float32
+            c_in, c_skip, c_out = (expand(c, x) for c in scales)
+        out, e, *written = self.run(cast(c_in * x if scales else x), times, cond, tap,
+                                    **{k: extra[k] for k in self.takes})
+        result = {}
+        if out is not None:
+            result["out"] = c_skip * x + c_out * out.to(x.dtype) if scales else out.to(x.dtype)
         if taps:
             result["taps"] = features
-        if logvar:
-            result["logvar"] = self.logvar_linear(e).flatten(1).mean(1).to(wide)        # over the frames
+        if logvar:                                                                      # over the frames
+            result["logvar"] = self.get_submodule(self.logvar_at)(e).flatten(1).mean(1).to(x.dtype)
         if write:
             result["cache"], = written
         return result if taps or logvar or write else result["out"]
@@ -175,6 +182,17 @@ def angles(positions, axes, theta=1e4):
         j = torch.arange(0, n, 2, dtype=torch.float64, device=p.device)
         parts.append(p.double()[:, None] * theta ** (-j / n))
     return torch.cat(parts, dim=1)
+
+
+def label_rows(table, label):
+    """A table's rows (B, D) for classes label (B,), zeros for -1."""
+    return table(label.clamp(min=0)) * (label >= 0)[:, None]
+
+
+def mean_token(text, cond):
+    """Mean (B, D) of the tokens of text (B, L, D) that cond's text_mask (B, L) shows; none: of all."""
+    mask = cond.get("text_mask", text.new_ones(text.shape[:2])).to(text.dtype)[..., None]
+    return (text * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def attention(q, k, v, mask=None):

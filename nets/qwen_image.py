@@ -41,10 +41,10 @@ class QwenImage(Net):
     schedule, pred = "rf", "flow"
 
     def __init__(self, x_shape, depth, dim, heads, axes, text_dim, r=False, logvar=False, dropout=0.0):
-        super().__init__()
+        super().__init__(x_shape, r, logvar)
         if sum(axes) * heads != dim or any(n % 2 for n in axes):
             raise BadInput(f"qwen_image: axes {axes} must be even, of sum dim / heads = {dim} / {heads}")
-        self.x_shape, self.axes, self.text_dim = tuple(x_shape), tuple(axes), text_dim
+        self.axes, self.text_dim = tuple(axes), text_dim
         channels, rows, columns = x_shape
         self.blocks = [f"transformer_blocks.{i}" for i in range(depth)]
         self.taps_at = [(dim, rows // 2, columns // 2)] * depth
@@ -52,16 +52,10 @@ class QwenImage(Net):
         self.time_text_embed = nn.ModuleDict(dict(timestep_embedder=MLP2(256, dim)))
         self.txt_norm = nn.RMSNorm(text_dim, eps=1e-6)
         self.img_in, self.txt_in = Linear(4 * channels, dim), Linear(text_dim, dim)
-        if r:
-            self.r_embedder = MLP2(256, dim, Zero)
-        if logvar:
-            self.logvar_linear = Zero(dim, 1)
+        self.r_embedder = MLP2(256, dim, Zero) if r else None
+        self.logvar_linear = Zero(dim, 1) if logvar else None
         self.transformer_blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(depth))
         self.norm_out, self.proj_out = Modulation(dim, 2), Zero(dim, 4 * channels)
-
-    @property
-    def dtype(self):
-        return self.img_in.weight.dtype
 
     def places(self, rows, columns, length, device):
         """Positions (frame, row, column), each (L + S,): a text token has the same on all three."""

@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import nn
 
 from common import BadInput, alpha_sigma, convert, number, predict, t_like, wide
-from nets.layers import Net, Zero, attention, sin_emb
+from nets.layers import MLP2, Net, Zero, attention, sin_emb
 
 sizes = dict(                            # depths: transformer layers of each level, 0 = no attention there
     sd15=dict(x_shape=(4, 64, 64), schedule="sd", mult=(1, 2, 4, 4), depths=(1, 1, 1, 0), heads=(8, 8, 8, 8),
@@ -26,16 +26,6 @@ sizes = dict(                            # depths: transformer layers of each le
 def make(size, /, label_dim=0, **options):
     """Net of a named size; options (those of `UNet`) override its entry. It has no class labels."""
     return UNet(**sizes[size] | {k: v for k, v in options.items() if v is not None})
-
-
-class MLP(nn.Module):
-    """Embeds what is already a vector: (B, size) -> (B, dim)."""
-    def __init__(self, size, dim, last=nn.Linear):
-        super().__init__()
-        self.linear_1, self.linear_2 = nn.Linear(size, dim), last(dim, dim)
-
-    def forward(self, v):
-        return self.linear_2(F.silu(self.linear_1(v)))
 
 
 class Resnet(nn.Module):
@@ -78,28 +68,20 @@ class GEGLU(nn.Module):
         return a * F.gelu(gate)                         # the exact one, not tanh's
 
 
-class FeedForward(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.net = nn.Sequential(GEGLU(dim, 4 * dim), nn.Identity(), nn.Linear(4 * dim, dim))
-
-    def forward(self, x):
-        return self.net(x)
-
-
 class Layer(nn.Module):
     """Attention within the image, to the text, and an MLP: (B, S, D) -> (B, S, D)."""
     def __init__(self, dim, heads, text_dim):
         super().__init__()
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
         self.attn1, self.attn2 = Attention(dim, heads, dim), Attention(dim, heads, text_dim)
-        self.ff = FeedForward(dim)
+        inner = nn.Sequential(GEGLU(dim, 4 * dim), nn.Identity(), nn.Linear(4 * dim, dim))
+        self.ff = nn.ModuleDict(dict(net=inner))
 
     def forward(self, x, text, bias):
         h = self.norm1(x)
         x = x + self.attn1(h, h)
         x = x + self.attn2(self.norm2(x), text, bias)
-        return x + self.ff(self.norm3(x))
+        return x + self.ff["net"](self.norm3(x))
 
 
 class Transformer(nn.Module):
@@ -162,16 +144,16 @@ class Block(nn.Module):
 class UNet(Net):
     """Level i has width x mult[i] channels, `layers` resnets (one more on the way up) and heads[i] heads.
     pooled_dim: SDXL's second embedding, of pooled text and six numbers in id_dim channels each; 0 = none."""
-    exact = ("time_ids",)                # 1023 is not a bfloat16
+    transformer, exact = False, ("time_ids",)           # 1023 is not a bfloat16
 
     def __init__(self, x_shape, schedule, mult, depths, heads, text_dim, width=320, layers=2, groups=32,
                  pooled_dim=0, id_dim=256, linear=False, pred="eps", r=False, logvar=False, dropout=0.0):
-        super().__init__()
+        super().__init__(x_shape, r, logvar)
         dims, top, emb = [width * m for m in mult], len(mult) - 1, 4 * width
         if not len(dims) == len(depths) == len(heads) or any(d % n for d, n in zip(dims, heads)):
             raise BadInput(f"sd: mult {mult}, depths {depths}, heads {heads} must be of one length and each "
                            f"width x mult = {dims} a multiple of its heads")
-        self.x_shape, self.schedule, self.pred, self.width = tuple(x_shape), schedule, pred, width
+        self.schedule, self.pred, self.width = schedule, pred, width
         self.text_dim, self.pooled_dim, self.id_dim = text_dim, pooled_dim, id_dim
         names = [f"{way}_blocks.{i}" for way in ("down", "up") for i in range(len(dims))]
         self.blocks = [*names[:len(dims)], "mid_block", *names[len(dims):]]
@@ -179,13 +161,11 @@ class UNet(Net):
                         for i in range(len(dims) + 1)]  # every level but the last halves, odd sizes up
 
         self.conv_in = nn.Conv2d(x_shape[0], width, 3, padding=1)
-        self.time_embedding = MLP(width, emb)
+        self.time_embedding = MLP2(width, emb)
         if pooled_dim:
-            self.add_embedding = MLP(pooled_dim + 6 * id_dim, emb)
-        if r:
-            self.r_embedder = MLP(width, emb, Zero)
-        if logvar:
-            self.logvar_linear = Zero(emb, 1)
+            self.add_embedding = MLP2(pooled_dim + 6 * id_dim, emb)
+        self.r_embedder = MLP2(width, emb, Zero) if r else None
+        self.logvar_linear = Zero(emb, 1) if logvar else None
         block = functools.partial(Block, text_dim=text_dim, emb=emb, groups=groups, linear=linear,
                                   dropout=dropout)
         self.down_blocks, self.up_blocks = nn.ModuleList(), nn.ModuleList()
@@ -203,10 +183,6 @@ class UNet(Net):
             self.up_blocks.append(block(pairs, depths[i], heads[i], **sampler))
         self.conv_norm_out = nn.GroupNorm(groups, width)
         self.conv_out = nn.Conv2d(width, x_shape[0], 3, padding=1)
-
-    @property
-    def dtype(self):
-        return self.conv_in.weight.dtype
 
     def run(self, x, times, cond, tap):
         """cond: text (B, L, text_dim); text_mask (B, L), 0 = a token that is not seen (the public pipelines

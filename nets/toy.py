@@ -18,11 +18,12 @@ toy:video   1x6x8x8 video, chunks of 2 frames, rf schedule, flow; chunk=0 makes 
 import math
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange
+from torch import nn
 
-from common import BadInput, chunk_of, chunks, expand
+from common import BadInput, chunk_of, chunks, wide
+from nets.layers import Net, Zero, grid, label_rows, mean_token, per_frame, rope
 
 sizes = dict(tiny=dict(), video=dict(frames=6, chunk=2, schedule="rf", pred="flow"))
 
@@ -30,25 +31,6 @@ sizes = dict(tiny=dict(), video=dict(frames=6, chunk=2, schedule="rf", pred="flo
 def make(size, /, **options):
     """Net of a named size; options (those of `Toy`) override its entry."""
     return Toy(**sizes[size] | options)
-
-
-def wide(dtype):
-    """float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def rope(x, angle):
-    """Rotates neighbouring channels: x (..., n, d) by angle (n, d / 2), in at least float32."""
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
-
-
-class Zero(nn.Linear):
-    """A linear layer that starts at 0: what it adds changes nothing until it is trained."""
-    def reset_parameters(self):
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
 
 
 class Block(nn.Module):
@@ -81,7 +63,7 @@ class Block(nn.Module):
         logits = q @ k.mT / math.sqrt(q.shape[-1])          # explicit softmax: SDPA's kernels have no JVP
         if mask is not None:
             logits = logits.masked_fill(~mask, float("-inf"))
-        y = logits.softmax(-1, dtype=wide(logits.dtype)).to(v.dtype) @ v
+        y = wide(logits).softmax(-1).to(v.dtype) @ v
         x = x + gate1 * self.proj(rearrange(y, "b n (f h w) d -> b f h w (n d)", f=frames, h=height))
 
         y = F.silu(self.up(F.layer_norm(x, (dim,)) * (1 + scale2) + shift2))
@@ -90,20 +72,22 @@ class Block(nn.Module):
         return x + gate2 * self.down(y), kv.detach()
 
 
-class Toy(nn.Module):
+class Toy(Net):
     """frames = 0: images; chunk = 0: not causal; text_dim > 0: uses cond["text"] (B, L, text_dim) and, if
     there, text_mask (B, L); r: takes a second time; logvar: has the log-variance head."""
+    optional, logvar_at, transformer = ("r_embed.", "logvar_head."), "logvar_head", False
+
     def __init__(self, channels=1, size=8, frames=0, chunk=0, schedule="edm", pred="x0", sigma_data=0.5,
                  label_dim=0, text_dim=0, r=False, logvar=False, dropout=0.0, dim=24, heads=2, depth=2):
-        super().__init__()
+        super().__init__((channels, frames, size, size) if frames else (channels, size, size), r, logvar)
         if dim % (6 * heads) or size % 2 or depth < 1 or chunk and not frames:
             raise BadInput(f"toy: dim {dim} must be a multiple of 6 x heads = {6 * heads}, size {size} even, "
                            f"depth {depth} at least 1, and chunk {chunk} needs frames > 0 (now {frames})")
         self.schedule, self.pred, self.sigma_data, self.chunk = schedule, pred, sigma_data, chunk
-        self.x_shape = (channels, frames, size, size) if frames else (channels, size, size)
         self.dim, self.heads, self.label_dim, self.text_dim = dim, heads, label_dim, text_dim
+        self.takes = ("skip", "start", "cache", "write") if chunk else ("skip",)
         self.blocks = [f"layers.{i}" for i in range(depth)]
-        self.optional, self.n_taps = ("r_embed.", "logvar_head."), depth
+        self.taps_at = [(dim, *self.x_shape[1:-2], size // 2, size // 2)] * depth
 
         self.patch = nn.Conv2d(channels, dim, 2, stride=2)
         self.t_embed = nn.Sequential(nn.Linear(16, dim), nn.SiLU(), nn.Linear(dim, dim))
@@ -115,118 +99,70 @@ class Toy(nn.Module):
         self.layers = nn.ModuleList(Block(dim, heads, dropout) for _ in range(depth))
         self.out = nn.Linear(dim, 4 * channels)
 
-    def tap_shapes(self, taps):
-        """Shapes (D, [F,] H/2, W/2) of these taps, outputs of those blocks, in ascending order."""
-        if bad := {*taps} - {*range(self.n_taps)}:
-            raise BadInput(f"toy: taps and skip go from 0 to {self.n_taps - 1}, not {bad}")
-        *frames, height, width = self.x_shape[1:]
-        return [(self.dim, *frames, height // 2, width // 2) for _ in set(taps)]
+    def run(self, x, times, cond, tap, skip, start=0, cache=None, write=False):
+        """cond: label (B,) int64 with -1 = none, text, text_mask. Any F, even H and W."""
+        video = x.ndim == 5
+        x = x if video else x[:, :, None]                                               # (B, C, F, H, W)
+        frames, past = x.shape[2], len(cache["pos"]) if cache else 0
 
-    def adapt(self, key, tensor):
-        return None if key.startswith("logvar_head.") and self.logvar_head is None else tensor
+        waves = [self.wave(per_frame(t, x)).to(self.dtype) for t in times]              # (B, F, 16)
+        e_t = self.t_embed(waves[0])                                                    # (B, F, D)
+        e = e_t if len(waves) == 1 else e_t + self.r_embed(waves[1])
+        mod = self.mod(F.silu(e + self.condition(cond))).unflatten(-1, (6, self.dim))   # (B, F, 6, D)
 
-    def forward(self, x_t, t, cond={}, r=None, taps=(), stop=False, logvar=False, skip=(), start=0,
-                cache=None, write=False):
-        """x_t (B, C, H, W) or (B, C, F, H, W), any F, even H and W; t and r (B,), for video also (B, F);
-        start: absolute position of the first frame given; cond: label (B,) int64 with -1 = none, text; the
-        rest is ignored. Returns the prediction, like x_t in at least float32; if taps, logvar or write are
-        asked for, a dict of out (not where it stops at the last tap), taps, logvar (B,) (mean over frames),
-        cache."""
-        self.check(r, taps, stop, logvar, skip, start, cache, write)
-        video, dtype = x_t.ndim == 5, self.patch.weight.dtype
-        x_t = (x_t if video else x_t[:, :, None]).to(wide(x_t.dtype))                   # (B, C, F, H, W)
-        frames, past = x_t.shape[2], len(cache["pos"]) if cache else 0
-
-        t = self.per_frame(t, frames)                                                   # (B, F)
-        c_in, c_skip, c_out = (expand(c, x_t) for c in self.precondition(t))
-        h = self.patch(rearrange((c_in * x_t).to(dtype), "b c f h w -> (b f) c h w"))
+        h = self.patch(rearrange(x, "b c f h w -> (b f) c h w"))
         h = rearrange(h, "(b f) d h w -> b f h w d", f=frames)
-
-        e_t = self.t_embed(self.wave(t).to(dtype))                                      # (B, F, D)
-        e = e_t if r is None else e_t + self.r_embed(self.wave(self.per_frame(r, frames)).to(dtype))
-        e = e + self.condition(cond, dtype)
-        mod = self.mod(F.silu(e)).unflatten(-1, (6, self.dim))                          # (B, F, 6, D)
-
-        pos = torch.arange(start, start + frames, device=x_t.device)
+        pos = torch.arange(start, start + frames, device=x.device)
         pos = torch.cat([cache["pos"], pos]) if cache else pos                          # (P + F,)
-        angle = self.angle(pos, *h.shape[2:4]).to(wide(dtype))
-        mask = self.mask(past, frames, h.shape[2] * h.shape[3], x_t.device)
-
-        result, kvs, features = {}, [], []
-        if logvar:
-            result["logvar"] = self.logvar_head(F.silu(e_t)).mean((1, 2)).to(x_t.dtype) # (B,)
-        if taps:
-            result["taps"] = features
+        angle = self.angle(pos, *h.shape[2:4])
+        mask = self.mask(past, frames, h.shape[2] * h.shape[3], x.device)
+        kvs = []
         for i, layer in enumerate(self.layers):
-            old = cache["kv"][i].to(dtype) if cache else None
-            if i in skip:
-                kv = h.new_full((*h.shape[:4], 2 * self.dim), float("nan"))             # shows if ever read
-            else:
+            old = cache["kv"][i].to(self.dtype) if cache else None
+            if i not in skip:
                 h, kv = layer(h, mod, angle, mask, old)
-            kvs.append(kv if old is None or not write else torch.cat([old, kv], dim=1))
-            if i in taps:
-                tap = rearrange(h, "b f h w d -> b d f h w")
-                features.append((tap if video else tap[:, :, 0]).contiguous())
-            if stop and i == max(taps):
-                return result
-        if write:
-            result["cache"] = dict(pos=pos, kv=kvs)
+                kvs.append(torch.cat([old, kv], dim=1) if write and cache else kv)
+            feature = rearrange(h, "b f h w d -> b d f h w")
+            if tap(i, feature if video else feature[:, :, 0]):
+                return None, F.silu(e_t)
 
-        h = rearrange(self.out(F.layer_norm(h, (self.dim,))),
-                      "b f h w (p q c) -> b c f (h p) (w q)", p=2, q=2)
-        out = c_skip * x_t + c_out * h                      # in at least float32
-        out = out if video else out[:, :, 0]
-        return dict(result, out=out) if result else out
+        out = rearrange(self.out(F.layer_norm(h, (self.dim,))),
+                        "b f h w (p q c) -> b c f (h p) (w q)", p=2, q=2)
+        return out if video else out[:, :, 0], F.silu(e_t), dict(pos=pos, kv=kvs)
 
-    def check(self, r, taps, stop, logvar, skip, start, cache, write):
-        self.tap_shapes((*taps, *skip))
-        for sentence, wrong in {
-            "a net built with r=True needs r, another takes none": (r is None) != (self.r_embed is None),
-            "logvar needs a net built with logvar=True": logvar and self.logvar_head is None,
-            "stop needs taps, and comes before the cache is whole": stop and (write or not taps),
-            "start, cache and write need a causal net (chunk > 0)":
-                not self.chunk and (start or cache is not None or write),
-        }.items():
-            if wrong:
-                raise BadInput(f"toy: {sentence}")
-
-    def per_frame(self, t, frames):
-        return (t if t.ndim == 2 else t[:, None]).expand(-1, frames)
-
-    def precondition(self, t):
-        """c_in, c_skip, c_out like t (Karras 2022, table 1); 1, 0, 1 where the schedule is not edm."""
-        zero, one, s = torch.zeros_like(t), torch.ones_like(t), self.sigma_data
+    def coefficients(self, t):
+        """Karras 2022, table 1; where the prediction is not x0 c_in alone; of another schedule none."""
+        s = self.sigma_data
         if self.schedule != "edm":
-            return one, zero, one
+            return None
         c_in = (s ** 2 + t ** 2).rsqrt()
-        return (c_in, (s * c_in) ** 2, t * s * c_in) if self.pred == "x0" else (c_in, zero, one)
+        if self.pred != "x0":
+            return c_in, torch.zeros_like(t), torch.ones_like(t)
+        return c_in, (s * c_in) ** 2, t * s * c_in
 
     def wave(self, t):
         """Sine and cosine features of ln(sigma) / 4 (edm) or t, at least float32: (B, F) -> (B, F, 16)."""
         u = t.clamp(min=1e-6).log() / 4 if self.schedule == "edm" else t
-        u = u.to(wide(self.patch.weight.dtype))
+        u = u.to(torch.promote_types(self.dtype, torch.float32))
         angle = u[..., None] * 2 ** torch.linspace(0, 5, 8, dtype=u.dtype, device=u.device)
         return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
-    def condition(self, cond, dtype):
+    def condition(self, cond):
         """Embedded label plus mean of the embedded text: (B, 1, D), or 0."""
         total = 0
         if self.label_embed is not None and "label" in cond:
-            label = cond["label"]
-            total = total + (self.label_embed(label.clamp(min=0)) * (label >= 0)[:, None])[:, None]
+            total = total + label_rows(self.label_embed, cond["label"])[:, None]
         if self.text_embed is not None and "text" in cond:
-            text = self.text_embed(cond["text"].to(dtype))                              # (B, L, D)
-            mask = cond.get("text_mask", text.new_ones(text.shape[:2]))[..., None].to(text.dtype)
-            total = total + (text * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+            total = total + mean_token(self.text_embed(cond["text"]), cond)[:, None]
         return total
 
     def angle(self, pos, height, width):
-        """RoPE angles of all tokens, float32 (frames h w, d / 2): a third each by frame, row and column."""
-        axes = [pos, torch.arange(height, device=pos.device), torch.arange(width, device=pos.device)]
+        """RoPE angles of all tokens (frames h w, d / 2): a third each by frame, row and column."""
         pairs = self.dim // self.heads // 6                                             # per axis
         freq = 100 ** -(torch.arange(pairs, device=pos.device) / pairs)
-        grid = torch.meshgrid(*axes, indexing="ij")
-        return torch.cat([rearrange(p, "f h w -> (f h w) 1") * freq for p in grid], dim=-1)
+        places = grid(pos, torch.arange(height, device=pos.device), torch.arange(width, device=pos.device))
+        angle = torch.cat([p[:, None] * freq for p in places], dim=-1)
+        return angle.to(torch.promote_types(self.dtype, torch.float32))
 
     def mask(self, past, frames, tokens, device):
         """True = seen (cached, own or earlier chunk): (F tokens, (P + F) tokens), or None if all is seen."""

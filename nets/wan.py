@@ -186,7 +186,7 @@ class Wan(Net):
                  hints=(), control_scale=1.0, freq=256, shift=3.0, chunk=0, window=0, sink=0,
                  positions="absolute", r=False, r_kind="diff", norm_temb=False, logvar=False, eps=1e-6,
                  dropout=0.0):
-        super().__init__()
+        super().__init__(x_shape, r, logvar)
         if dim % heads or dim // heads % 2 or dim // heads < 6 or dim % 4:
             raise BadInput(f"wan: dim {dim} must be a multiple of 4, dim / heads ({heads}) even, at least 6")
         if min(chunk, window, sink) < 0 or 0 < window < chunk:
@@ -195,7 +195,7 @@ class Wan(Net):
         known("wan: first", first, ("", "replace", "concat"))
         known("wan: r_kind", r_kind, ("diff", "abs"))
         known("wan: positions", positions, ("absolute", "window"))
-        self.x_shape, self.dim, self.freq, self.shift, self.r_kind = tuple(x_shape), dim, freq, shift, r_kind
+        self.dim, self.freq, self.shift, self.r_kind = dim, freq, shift, r_kind
         self.text_dim, self.image_dim, self.first, self.control = text_dim, image_dim, first, control
         self.chunk, self.window, self.sink, self.positions = chunk, window, sink, positions
         self.takes = ("skip", "start", "cache", "write") if self.chunk else ("skip",)
@@ -210,10 +210,8 @@ class Wan(Net):
         self.condition_embedder["text_embedder"] = MLP2(text_dim, dim, act=gelu_tanh)
         if image_dim:
             self.condition_embedder["image_embedder"] = ImageEmbedder(image_dim, dim)
-        if r:
-            self.r_embedder = self.times(Zero)
-        if logvar:
-            self.logvar_linear = Zero(dim, 1)
+        self.r_embedder = self.times(Zero) if r else None
+        self.logvar_linear = Zero(dim, 1) if logvar else None
         block = dim, heads, hidden, eps, image_dim > 0, dropout, norm_temb
         self.layers = nn.ModuleList(Block(*block) for _ in range(depth))
         if control:
@@ -231,10 +229,6 @@ class Wan(Net):
 
     def reset_parameters(self):
         nn.init.normal_(self.scale_shift_table, std=self.dim ** -0.5)
-
-    @property
-    def dtype(self):
-        return self.proj_out.weight.dtype
 
     def forward(self, x_t, t, cond={}, r=None, start=0, **kw):
         """As Net's. A first frame that takes x's place stands there at time 0, and comes out as x0."""

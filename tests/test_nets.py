@@ -127,6 +127,7 @@ def test_attributes_are_plain_values_and_blocks_are_modules_with_parameters_none
     assert type(getattr(net, "sigma_data", 0.5)) is float
     assert {*map(type, net.x_shape)} == {int} and {*map(type, (*net.optional, *net.blocks))} == {str}
     assert all(list(net.get_submodule(name).parameters()) for name in net.blocks)
+    assert not next(net.named_parameters())[0].startswith(tuple(f"{name}." for name in net.blocks))
     assert not any(other.startswith(name + ".") for name in net.blocks for other in net.blocks)
 
 @cases()
@@ -276,6 +277,14 @@ def test_a_discriminator_of_the_nets_kind_takes_its_features_and_gives_all_of_th
     assert logits.shape == (2, len(taps))
     assert all((g != 0).float().mean() > 0.9 for g in torch.autograd.grad(logits.sum(), features))
 
+def test_toy_and_conditioned_heads_see_the_mean_of_the_tokens_that_the_mask_shows():
+    net, x, t, cond = ready(CASES["toy_rf"])
+    head, features = shake(make_head(net, (0,), cond=True)), net(x, t, taps=(0,))["taps"]
+    masked = cond | dict(text_mask=torch.arange(5) < torch.tensor([[3], [1]]))
+    mean = cond | dict(text=torch.stack([cond["text"][0, :3].mean(0), cond["text"][1, 0]])[:, None])
+    for f in (lambda c: net(x, t, c)), (lambda c: head(features, c)):
+        assert close(f(masked), f(mean)) and not close(f(masked), f(cond), 1e-3)
+
 # ---- arguments
 @cases()
 def test_arguments_are_never_mutated_and_what_cannot_be_used_is_refused(case):
@@ -288,20 +297,27 @@ def test_arguments_are_never_mutated_and_what_cannot_be_used_is_refused(case):
     assert all(torch.equal(v, old) and v._version == version for v, (old, version) in zip(tensors, before))
     assert [*cond] == keys and taps == [*range(net.n_taps)]
     net, *args = ready(case)                            # built without r and logvar
-    for part, kw in (("", dict(r=t)), ("", dict(logvar=True)), ("skip", dict(skip=(0,))),
-                     ("cache", dict(start=1)), ("cache", dict(cache={})), ("cache", dict(write=True))):
+    asks = ("", dict(r=t)), ("", dict(logvar=True)), ("", dict(stop=True)), ("skip", dict(skip=(0,)))
+    for part, kw in (*asks, *(("cache", ask) for ask in (dict(start=1), dict(cache={}), dict(write=True)))):
         if not parts(case, part):
             refused(net, *args, **kw)
     with pytest.raises(TypeError):
         net(*args, nobody_knows_this=1)
     refused(make, case, nobody_knows_this=1, says=["nobody_knows_this"])
+    if case.spec in ("flux:dev", "qwen_image:base", "cogvideox:2b", "cosmos_predict2:t2i_2b", "wan:t2v_1_3b"):
+        refused(net, x[..., 1:], t, cond, says=["even"])
+    for key in {"text", "pooled"} & {*cond} if "toy" not in case.spec else ():
+        refused(net, x, t, {k: v for k, v in cond.items() if k != key}, says=[f"{key} of width"])
+        refused(net, x, t, cond | {key: cond[key][..., 1:]}, says=[str(tuple(cond[key][..., 1:].shape))])
     refused(make_net, case.spec.split(":")[0] + ":nosuchsize", says=["nosuchsize"])
 
-@pytest.mark.parametrize("net", ["toy:tiny", "edm:digits"])
-def test_an_option_no_net_can_be_built_with_is_one_sentence(net):
+def test_an_option_no_net_can_be_built_with_is_one_sentence():
     for option in ("heads=0", "label_dim=-3", "label_dim=foo", "dropout=5", "dropout=nan", "depth=0",
                    "channels=-1", "size=7", "label_dim=[1]"):
-        refused(make_net, f"{net},{option}", says=[net[:3]])
+        for net in "toy:tiny", "edm:digits":
+            refused(make_net, f"{net},{option}", says=[net[:3]])
+    for net in "flux:dev", "qwen_image:base":
+        refused(make_net, f"{net},axes=(4, 6, 8)", says=["axes"])
 
 @cases()
 def test_samples_do_not_see_each_other_an_empty_batch_has_a_gradient_and_dropout_acts_in_training(case):
