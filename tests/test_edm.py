@@ -80,7 +80,7 @@ def test_weights_start_as_published_and_a_label_beyond_the_classes_is_refused():
     assert bound(block.conv0.weight, (6 / (9 * 32 + 9 * 48)) ** 0.5) and not block.conv0.bias.any()
     assert bound(block.conv1.weight, 1e-5 * (6 / (9 * 48 * 2)) ** 0.5)
     assert bound(block.qkv.weight, (0.2 * 6 / (48 + 144)) ** 0.5)
-    x, t = torch.randn(2, 1, 8, 8), torch.tensor([0.1, 5.0], dtype=f64)
+    x, t, times = torch.randn(2, 1, 8, 8), torch.tensor([0.1, 5.0], dtype=f64), []
     c_skip = (0.75 ** 2 / (t ** 2 + 0.75 ** 2)).float()[:, None, None, None]
     assert (net(x, t) - c_skip * x).abs().max() < 1e-4                      # F starts at 0
     net.model.map_noise.register_forward_hook(lambda module, args, out: times.append(args[0]))
