@@ -185,8 +185,9 @@ def prediction(out):
     return out["out"] if isinstance(out, dict) else out
 
 
-def predict(net, x_t, t, cond, target="x0", uncond=None, guidance=1.0, **kw):
-    """The net's prediction as `target`, guided; kw goes to the net. One pass at guidance 0 or 1, else two.
+def predict(net, x_t, t, cond, target="x0", uncond=None, guidance=1.0, uncond_kw={}, **kw):
+    """The net's prediction as `target`, guided; kw goes to the net. One pass at guidance 0 or 1, else two, of
+    which the unconditional one takes uncond_kw too: a cache of its own, skip for skip-layer guidance.
     Where kw makes the net return a dict so does this, with all but "out" from the first, conditional pass.
     BadInput where guidance needs a negative condition and `uncond` is empty."""
     if guidance != 1 and not uncond:
@@ -195,7 +196,7 @@ def predict(net, x_t, t, cond, target="x0", uncond=None, guidance=1.0, **kw):
     pred = prediction(out)
     if guidance not in (0, 1):
         pred = wide(pred)
-        pred = pred + (guidance - 1) * (pred - prediction(net(x_t, t, uncond, **kw)))
+        pred = pred + (guidance - 1) * (pred - prediction(net(x_t, t, uncond, **kw | uncond_kw)))
     pred = convert(net.schedule, x_t, pred, t, net.pred, target)
     return {**out, "out": pred} if isinstance(out, dict) else pred
 
@@ -413,11 +414,12 @@ def no_guidance(guidance, method):
         raise BadInput(f"--guidance {guidance} is of a teacher's prediction; {method} has none: leave it out")
 
 
-def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2):
+def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2, **kw):
     """x0 by the teacher's ODE dx/dt = flow from sigma noise(0): Heun, 2 steps - 1 calls per condition (order
     1: Euler, one a step), on Karras 2022's grid (alg. 1) for edm, else in equal steps from t_max. The last
     step is the x0 prediction: on edm and rf that is Euler's; tables would end at sigma(0) > 0.
-    at: descending times; it starts at the first, takes all into its grid and returns x0, [x at each]."""
+    at: descending times; it starts at the first, takes all into its grid and returns x0, [x at each]. kw goes
+    to `predict`."""
     schedule, z = net.schedule, noise(0)
     start = at[0] if at else t_range(schedule)[1]
     ts = (karras(steps, t_range(schedule)[0], start).tolist() if schedule == "edm" else
@@ -426,13 +428,13 @@ def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2):
     x = add_noise(schedule, torch.zeros_like(z), z, t_like(ts[0], z))
     states = [x]
     for t, t_next in zip(ts, ts[1:]):
-        d = predict(net, x, t_like(t, x), cond, "flow", uncond, guidance)
+        d = predict(net, x, t_like(t, x), cond, "flow", uncond, guidance, **kw)
         if order == 2:
             x_euler = x + (t_next - t) * d
-            d = (d + predict(net, x_euler, t_like(t_next, x), cond, "flow", uncond, guidance)) / 2
+            d = (d + predict(net, x_euler, t_like(t_next, x), cond, "flow", uncond, guidance, **kw)) / 2
         x = x + (t_next - t) * d
         states += [x] if t_next in at else []
-    x0 = predict(net, x, t_like(ts[-1], x), cond, "x0", uncond, guidance)
+    x0 = predict(net, x, t_like(ts[-1], x), cond, "x0", uncond, guidance, **kw)
     return (x0, states) if at else x0
 
 
@@ -450,6 +452,76 @@ def chunks(frames, chunk):
     remainder: chunks(8, 3) = [5, 3], chunks(2, 3) = [2]; chunk 0 is one chunk of all frames."""
     n = max(frames // chunk, 1) if chunk else 1
     return [frames - chunk * (n - 1)] + [chunk] * (n - 1)
+
+
+@functools.lru_cache                    # else a copy to the device, which waits for it, in every step
+def chunk_of(frames, chunk, device):
+    """The number of the chunk that each frame is in: int64 (F,)."""
+    return torch.tensor([i for i, n in enumerate(chunks(frames, chunk)) for _ in range(n)], device=device)
+
+
+def per_chunk(draw, x, chunk):
+    """draw(n) -> (n,): a value for every sample and chunk of x (B, C, F, H, W), given per frame: (B, F)."""
+    values = draw(len(x) * len(chunks(x.shape[2], chunk))).reshape(len(x), -1)
+    return values[:, chunk_of(x.shape[2], chunk, x.device)]
+
+
+def split_at_chunk(x, chunk):
+    """A random chunk of each clip x (B, C, F, H, W): bool (B, F), the frames before it and those of it."""
+    which = chunk_of(x.shape[2], chunk, x.device)
+    own = torch.randint(len(chunks(x.shape[2], chunk)), (len(x), 1), device=x.device)
+    return which < own, which == own
+
+
+def over_frames(mask):
+    """The weights with which a mean over frames is that over those of a mask (B, F) alone; 0 for none."""
+    return mask.float() / mask.float().mean(1, keepdim=True).clamp(min=1e-6)
+
+
+def forget(cache, sink, last):
+    """A net's KV cache with its first `sink` and its `last` frames only."""
+    if (n := len(cache["pos"])) <= sink + last:
+        return cache
+    ends = lambda v, d: torch.cat([v.narrow(d, 0, sink), v.narrow(d, n - last, last)], d)       # noqa: E731
+    return dict(cache, pos=ends(cache["pos"], 0), kv=[ends(kv, 1) for kv in cache["kv"]])
+
+
+def causal_rollout(net, noise, ts, cond, kind="sde", call=None, grad_chunks=0, first=None, window=0, sink=0,
+                   context_noise=0.0, uncond=None, guidance=1.0):
+    """x0 (B, C, F, H, W) of a causal net, F that of noise(k): `few_step`, one chunk of net.chunk frames after
+    the other, from its slice of the noise, seeing the finished ones through the net's KV cache.
+    call: that of the sampler (from 0) whose x0 counts, in all chunks alike; None = the last. Gradient: of it
+    alone, its input and cache being constants, in the last grad_chunks chunks (0 = all). first: clean frames
+    (B, C, f, H, W) that the clip begins with. window, sink: a chunk sees the first `sink` frames and, itself
+    included, the last `window` (0 = all); positions stay absolute. context_noise: the t to which a finished
+    chunk is noised, and at which its keys and values are written."""
+    done, start, sizes = [], 0, [first.shape[2]] if first is not None else []
+    sizes += chunks(noise(0).shape[2] - sum(sizes), net.chunk)
+    conds = [cond if guidance else uncond] + ([uncond] if guidance not in (0, 1) else [])
+    caches = [None] * len(conds)
+    for left, size in zip(range(len(sizes), 0, -1), sizes):
+        span = slice(start, start + size)
+        if window and start:
+            caches = [forget(cache, sink, max(window - size, 0)) for cache in caches]
+        past = dict(start=start, cache=caches[0], uncond_kw=dict(cache=caches[-1]))
+        x0_of = lambda x, t: predict(net, x, t, cond, "x0", uncond, guidance, **past)           # noqa: E731
+        if first is not None and not start:
+            x = first
+        else:
+            with torch.no_grad():
+                x_t, t = rollout(x0_of, lambda k: noise(k)[:, :, span], ts, net.schedule, kind,
+                                 len(ts) - 2 if call is None else call)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and (left <= grad_chunks or not grad_chunks)):
+                x = x0_of(x_t, t)
+        done.append(x)
+        if left > 1:                                    # the cache of the last chunk is of no use
+            with torch.no_grad():
+                t = t_like(context_noise, x)
+                y = add_noise(net.schedule, x, noise(len(ts) - 1)[:, :, span], t) if context_noise else x
+                caches = [net(y, t, c, start=start, cache=old, write=True)["cache"]
+                          for c, old in zip(conds, caches)]
+        start += size
+    return torch.cat(done, 2)
 
 
 # ---------------------------------------------------------------- losses
@@ -472,17 +544,20 @@ def loss_weight(weight, schedule, t, pred, sigma_data=0.5):
     return on_x0[weight] / (mix(pred, schedule, t)[2] / sigma) ** 2
 
 
-def denoising_loss(net, x0, t, eps, cond, pred="", weight="", **kw):
+def denoising_loss(net, x0, t, eps, cond, pred="", weight="", frame_weight=None, **kw):
     """Weighted squared error of the net at x_t, mean over all dims but the batch: (B,) in at least float32.
     pred: the space of the error, "" = the net's own. weight as in loss_weight; "" = "edm" for x0 errors on
-    edm, else "unit". kw goes to the net; with logvar=True the loss is w err^2 / exp(u) + u, u the net's
-    log-variance (Karras 2024); with taps=... returns (loss, features)."""
+    edm, else "unit". frame_weight (B, F): a factor besides; where it is 0, t may be too. kw goes to the net;
+    with logvar=True the loss is w err^2 / exp(u) + u, u the net's log-variance (Karras 2024); with taps=...
+    returns (loss, features)."""
     pred = pred or net.pred
     weight = weight or ("edm" if net.schedule == "edm" and pred == "x0" else "unit")
     out = predict(net, add_noise(net.schedule, x0, eps, t), t, cond, pred, **kw)
     p, q, _ = mix(pred, net.schedule, t)
     error = prediction(out) - (expand(p, x0) * x0 + expand(q, x0) * eps)
     w = loss_weight(weight, net.schedule, t, pred, getattr(net, "sigma_data", 0.5))
+    if frame_weight is not None:
+        w = torch.where(frame_weight > 0, w * frame_weight, 0.0)        # w itself may be inf or nan at t = 0
     loss = (expand(w, error) * error ** 2).flatten(1).mean(1)  # (B,)
     if kw.get("logvar"):
         loss = loss / wide(out["logvar"]).exp() + out["logvar"]

@@ -4,7 +4,7 @@
     data = "some/folder"   png jpg jpeg webp bmp gif (first frame), recursive; labels from dataset.json in it,
                            else from the top-level sub-folders, sorted, if there are two or more, else none
     data = "cifar10.zip"   such files in a zip, as EDM's dataset_tool writes it; labels from dataset.json only
-    data = "set.npz"       image | images | x | arr_0, uint8 or float in [-1, 1], as NHWC, NCHW or NHW;
+    data = "set.npz"       image | images | x | arr_0, uint8 or float in [-1, 1], as NHWC, NCHW, NHW or NCFHW;
                            label | labels | y, integers (N,), or none
     data = "some/pairs"    what tools/make_pairs.py wrote, or its URL; the last twentieth is held out
     data = "{000..010}.tar"    WebDataset tars, or a folder of them (class Tars below)
@@ -119,8 +119,8 @@ class Images:
         with reading(f"{self.path}: image {name}"):
             image = self.read(name)
         self.shape = self.shape or image.shape
-        (c, h, w), (c0, h0, w0) = image.shape, self.shape
-        if (h, w) != (h0, w0) or c not in (1, c0):
+        (c, *_, h, w), (c0, *_, h0, w0) = image.shape, self.shape
+        if image.shape[1:] != self.shape[1:] or c not in (1, c0):
             raise BadInput(f"{self.path}: {name} is {w}x{h} with {c} channels, but the first image, "
                            f"{self.names[0]}, is {w0}x{h0} with {c0}; a set has one size, no colours if "
                            "the first is grey: convert one of them")
@@ -264,9 +264,10 @@ def npz(path):
     if image.ndim == 3:
         image = image[:, None]  # (N, 1, H, W)
     first, last = [image.ndim == 4 and image.shape[d] in (1, 3) for d in (1, 3)]
+    first = first or image.ndim == 5
     if first == last:
         raise BadInput(f"{path}: images of shape {image.shape} are neither (N, C, H, W) nor (N, H, W, C), "
-                       "C 1 or 3")
+                       "C 1 or 3, nor clips (N, C, F, H, W)")
     image = image if first else np.ascontiguousarray(image.transpose(0, 3, 1, 2))
     if image.dtype != np.uint8 and image.size:
         low, high = float(image.min()), float(image.max())
@@ -492,7 +493,7 @@ class Loader:
             if self.closed:
                 return None
             image, label = self.dataset.get(i)
-            images.append(image[:, :, ::-1] if self.xflip and rngs[k].random() < 0.5 else image)
+            images.append(image[..., ::-1] if self.xflip and rngs[k].random() < 0.5 else image)
             labels.append(label)
         raw = {self.dataset.kind: torch.from_numpy(np.stack(images)), "label": torch.tensor(labels),
                "id": torch.from_numpy(ids)}

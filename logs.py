@@ -272,8 +272,10 @@ def save_png(picture, file, about={}):
 
 
 def save_grid(images, file, columns, about={}, pad=1):
-    """uint8 images (N, C, H, W) as one PNG, row by row; small ones enlarged so that a pixel can be seen."""
+    """uint8 images (N, C, H, W) as one PNG, row by row; small ones enlarged so that a pixel can be seen.
+    Clips (N, C, F, H, W) are strips of their frames."""
     from PIL import Image
+    images = images.movedim(2, -2).flatten(3) if images.ndim == 5 else images
     n, c, h, w = images.shape
     rows, zoom = -(-n // columns), max(1, 64 // h)
     sheet = torch.full((c, rows * (h + pad) + pad, columns * (w + pad) + pad), 255, dtype=torch.uint8)

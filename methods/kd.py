@@ -62,8 +62,8 @@ def check(data, nets, cfg):
     if meta is None:
         raise common.BadInput("kd trains on pairs of a teacher; give the --data FOLDER that `torchrun "
                               f"tools/make_pairs.py --net {cfg['net']} --out FOLDER` makes")
-    for key, ours in dict(schedule=net.schedule, guidance=cfg["guidance"]).items():
-        if meta[key] != ours:
+    for key, ours in dict(schedule=net.schedule, guidance=cfg["guidance"], chunk=0).items():
+        if meta.get(key, 0) != ours:
             raise common.BadInput(f"{data.path} was made with {key} {meta[key]}, this run has {ours}; they "
                                   f"must be equal")
     ts, path_t = levels(net, cfg)[:-1], meta["path_t"]

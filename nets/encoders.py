@@ -42,6 +42,8 @@ def encode(raw, cfg, device):
     if kind == "moments":
         mean, std = x0.chunk(2, dim=1)
         x0 = mean + std * torch.randn(mean.shape, device=device) if torch.is_grad_enabled() else mean
+    if cfg.get("first_frame"):
+        cond["first_frame"] = uncond["first_frame"] = x0[:, :, :1]
     batch = dict(x0=x0, cond=cond, uncond=uncond, id=put(raw["id"]))
     if "path" in raw:
         batch["path"] = put(raw["path"])
@@ -66,6 +68,18 @@ def decode(x0, cfg):
             x0 = x0[:, :, 0] if found.video else x0
     x0 = x0[:, :3] if x0.dim() == 4 else x0
     return (x0.float() * 127.5 + 128).clip(0, 255).to(torch.uint8)
+
+
+@torch.no_grad()
+def last_frame(x0, cfg):
+    """The last frame of a clip x0 (B, C, F, h, w) as the first one of another: (B, C, 1, h, w). The VAEs of
+    video encode a first frame as an image, so there its pixels are encoded anew."""
+    if not cfg.get("encoders"):
+        return x0[:, :, -1:]
+    with using(cfg, x0.device) as found:
+        shift, scale = (v.to(x0.device)[:, None] for v in found.affine)
+        pixels = found.vae.decode((x0.float() / scale + shift).to(found.vae.dtype)).sample[:, :, -1:]
+        return (found.vae.encode(pixels).latent_dist.mean.float() - shift) * scale
 
 
 def conditions(labels, cfg, device, texts={}):

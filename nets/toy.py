@@ -22,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange
 
-from common import BadInput, chunks, expand
+from common import BadInput, chunk_of, chunks, expand
 
 sizes = dict(tiny=dict(), video=dict(frames=6, chunk=2, schedule="rf", pred="flow"))
 
@@ -230,9 +230,8 @@ class Toy(nn.Module):
 
     def mask(self, past, frames, tokens, device):
         """True = seen (cached, own or earlier chunk): (F tokens, (P + F) tokens), or None if all is seen."""
-        sizes = chunks(frames, self.chunk)
-        if len(sizes) == 1:
+        if len(chunks(frames, self.chunk)) == 1:
             return None
-        query = torch.tensor([i for i, size in enumerate(sizes) for _ in range(size)], device=device)  # (F,)
+        query = chunk_of(frames, self.chunk, device)                             # (F,)
         key = torch.cat([query.new_full((past,), -1), query])                    # (P + F,)
         return (key <= query[:, None]).repeat_interleave(tokens, 0).repeat_interleave(tokens, 1)

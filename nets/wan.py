@@ -7,7 +7,7 @@
 
 The diffusers folders load as they are, the original files through `layouts`, Self-Forcing's as the source
 FILE#generator. The net predicts the flow eps - x0 at t in [0, 1], one time per clip or latent frame. With
-causal=True a frame sees its own chunk and the chunks before (`common.chunks`): each chunk attends to a slice
+chunk > 0 a frame sees its own chunk and the chunks before (`common.chunks`): each chunk attends to a slice
 of the keys, so there is no mask that a length or backend could get wrong. It then takes a cache, as toy does:
 
     cache = dict(pos (P,) int64: positions of the cached frames,
@@ -183,7 +183,7 @@ class Wan(Net):
                    self_forcing=(*original, ("^", "model.")))
 
     def __init__(self, x_shape, depth, dim, heads, hidden, text_dim=4096, first="", image_dim=0, control=0,
-                 hints=(), control_scale=1.0, freq=256, shift=3.0, causal=False, chunk=3, window=0, sink=0,
+                 hints=(), control_scale=1.0, freq=256, shift=3.0, chunk=0, window=0, sink=0,
                  positions="absolute", r=False, r_kind="diff", norm_temb=False, logvar=False, eps=1e-6,
                  dropout=0.0):
         super().__init__()
@@ -197,7 +197,7 @@ class Wan(Net):
         known("wan: positions", positions, ("absolute", "window"))
         self.x_shape, self.dim, self.freq, self.shift, self.r_kind = tuple(x_shape), dim, freq, shift, r_kind
         self.text_dim, self.image_dim, self.first, self.control = text_dim, image_dim, first, control
-        self.chunk, self.window, self.sink, self.positions = chunk if causal else 0, window, sink, positions
+        self.chunk, self.window, self.sink, self.positions = chunk, window, sink, positions
         self.takes = ("skip", "start", "cache", "write") if self.chunk else ("skip",)
         self.hints, self.control_scale, d = tuple(hints), control_scale, dim // heads
         channels, frames, rows, columns = x_shape

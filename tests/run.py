@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,7 +37,10 @@ TIMING = ("data_ms", "ms_per_it", "img_per_s", "mem_gb", "eta_s")   # keys of a 
 # what a method needs besides: its kind of toy net, fewer steps than its own sampler takes
 EXTRA = dict(cm=dict(guidance=2.0),   # else what is its teacher learns from rounding errors
              mean_flow=dict(guidance=2.0), scm=dict(tangent_warmup=0), f_distill=dict(ratio_bins=0),
-             sft=dict(steps=2, dropout=0.1), ladd=dict(gan_loss="softplus", lr_disc=1e-4, r1_weight=1.0))
+             sft=dict(steps=2, dropout=0.1), ladd=dict(gan_loss="softplus", lr_disc=1e-4, r1_weight=1.0),
+             causal_sft=dict(net="toy:video", steps=2), causal_kd=dict(net="toy:video"),
+             causvid=dict(net="toy:video", gan_weight=0.5),
+             self_forcing=dict(net="toy:video", gan_weight=0.5, frames_max=8))
 
 def load(name):
     """A fresh copy of a method module, which a test may patch."""
@@ -51,7 +55,7 @@ def config(method, **changes):
     if "stage1" in method.config:
         extra["stage1"] = extra["teacher"]
     if "data" in method.config:
-        extra["data"] = pairs((extra | changes)["net"])
+        extra["data"] = (pairs if "kd" in method.config["recipes"] else clips)((extra | changes)["net"])
     assert {*extra, *changes} <= {*cfg}, {*extra, *changes} - {*cfg}
     return cfg | extra | changes
 
@@ -80,8 +84,20 @@ def pairs(spec):
     """A folder of 40 pairs of teacher(spec)."""
     folder = Path(os.environ["FEWSTEP_OUTPUT_ROOT"], "pairs", spec, "digits")
     if not folder.exists():
-        make_pairs.main(f"--net {spec} --teacher {teacher(spec)} --out {folder} --pairs 40 --steps 2".split())
+        video = f" --data {clips(spec)} --path_t 0.999,0.9375,0.8333,0.625" if "video" in spec else ""
+        make_pairs.main(f"--net {spec} --teacher {teacher(spec)} --out {folder} --pairs 40 --steps 2{video}"
+                        .split())
     return str(folder)
+
+def clips(spec):
+    """A file with 40 labelled clips for a net of video: noise that drifts, in [-1, 1]."""
+    file = Path(os.environ["FEWSTEP_OUTPUT_ROOT"], f"{spec}.npz")
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draw, shape = np.random.default_rng(0), common.make_net(spec).x_shape
+        still, moving = draw.uniform(-0.5, 0.5, (2, 40, *shape))
+        np.savez(file, x=(still[:, :, :1] + moving).astype(np.float32), y=np.arange(40) % 10)
+    return str(file)
 
 def nets_of(method, cfg, device="meta"):
     """The nets of a fresh start, filled as the trainer does it."""

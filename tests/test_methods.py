@@ -17,7 +17,8 @@ from run import (assert_alike, batch_of, config, differing, gradients, load, net
 # by config["recipes"], which a copied file keeps: the key that weighs a logged part, where it is not
 # <part>_weight (no such key: 1); None: logged only
 WEIGHS = dict(scm=dict(tangent=None), mean_flow=dict(fm=None, mse=None),
-              **dict.fromkeys(("dmd2", "f_distill"), dict(gan_g="gan_weight", gan_d="gan_d_weight")))
+              **dict.fromkeys(("dmd2", "f_distill", "causvid", "self_forcing"),
+                              dict(gan_g="gan_weight", gan_d="gan_d_weight")))
 
 def one_step(method, nets, cfg, it, batch=None):
     """Loss, logs and gradients of iteration `it` after a reseed, without an update."""

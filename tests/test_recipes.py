@@ -20,6 +20,7 @@ TINY = dict(
     sd=dict(x_shape=(4, 8, 8), width=16, layers=1, groups=4, text_dim=12),
     flux=dict(x_shape=(16, 8, 8), dim=32, heads=2, axes=(4, 6, 6), text_dim=12, pooled_dim=5),
     qwen_image=dict(x_shape=(16, 8, 8), dim=32, heads=2, axes=(4, 6, 6), text_dim=12),
+    wan=dict(x_shape=(16, 6, 8, 8), depth=2, dim=24, heads=2, hidden=32, text_dim=12),
     sd15=dict(heads=(2, 2, 4, 4)), sdxl=dict(heads=(2, 2, 4), depths=(0, 1, 2), pooled_dim=6, id_dim=4))
 ALL = presets.names()
 
@@ -30,7 +31,8 @@ def shrunk(method, cfg):
     sizes = importlib.import_module(f"nets.{family}").sizes
     cfg = cfg | dict(net=",".join([head, *(o for o in options if "x_shape" not in o)]))
     common.seed_default(0)
-    with mock.patch.dict(sizes, {size: sizes[size] | TINY[family] | TINY.get(size, {})}):
+    tiny = {each: sizes[each] | TINY[family] | TINY.get(each, {}) for each in sizes}    # a teacher's too
+    with mock.patch.dict(sizes, tiny):
         nets = method.build(cfg)
     for p in (p for net in nets.values() for p in net.parameters()):    # none that starts at 0 hides another
         p.data.add_(0.05 * torch.randn_like(p))

@@ -40,6 +40,8 @@ MODES = dict(replicas=dict(parallel="ddp"), sharded={}, accum3=dict(accum=3), ke
 
 def setup(which, **changes):
     """(method, config) of a method, or of the probe, on the toy net with a teacher: 20 iterations."""
+    if which == "self_forcing":
+        return run.setup(which, **dict(batch_size=12, max_iter=20, warmup=3) | changes)
     method = train.load_method(PROBE if which == "probe" else trainer.ROOT / "methods" / f"{which}.py")
     cfg = train.resolve(method, [])[0] | run.TINY | run.EXTRA.get(which, {}) | dict(
         batch_size=12, max_iter=20, warmup=3) | changes
@@ -58,7 +60,7 @@ def apart(ours, others, keys):
     assert len(ours) == len(others) and all(set(a) == set(b) for a, b in zip(ours, others))
     return [max(abs(a[k] - b[k]) / abs(a[k]) for k in a if k.startswith(keys)) for a, b in zip(ours, others)]
 
-FAST = [("sft", "sharded"), ("dmd2", "accum3"),
+FAST = [("sft", "sharded"), ("dmd2", "accum3"), ("self_forcing", "sharded"),
         *(("probe", mode) for mode in ("sharded", "keep", "all", "bare"))]
 ALL = [*itertools.product(("sft", "dmd2", "probe"), MODES)]
 HSDP = [("dmd2", "hsdp")], [*itertools.product(("sft", "dmd2", "probe"), ("hsdp", "accum3"))]
@@ -89,7 +91,7 @@ def times_seen(which, changes):
     return lines, {t.dtype for t in seen}, sorted({v for t in seen for v in t.flatten().tolist()})
 
 @pytest.mark.parametrize("which", ["sft", *(
-    pytest.param(which, marks=pytest.mark.slow) for which in ("dmd2", "probe"))])
+    pytest.param(which, marks=pytest.mark.slow) for which in ("dmd2", "probe", "self_forcing"))])
 def test_bf16_gathers_and_computes_in_bf16_and_leaves_t_exact(which):
     run.teacher("toy:tiny")
     changes = dict(name="bf16", amp="bf16")

@@ -130,7 +130,7 @@ def test_teacher_of_wan_samples_as_the_pipeline(size, steps, guidance):
     ("vace_1_3b", dict(window=4, sink=2), [0, 1, 3, 4, 5, 6]), ("i2v_14b", {}, [0, 1, 2, 3, 4, 5, 6])])
 @torch.no_grad()
 def test_a_cached_rollout_of_causal_wan_is_the_full_forward(size, options, kept):
-    net = shake(make_net(f"wan:{size}", **MINI | KINDS[size] | options, causal=True, chunk=2)).double()
+    net = shake(make_net(f"wan:{size}", **MINI | KINDS[size] | options, chunk=2)).double()
     x, end, cache = torch.randn(2, 4, 7, 4, 6, dtype=f64), 0, None
     cond = {key: v.double() for key, v in wan_cond(net, 7, 4, 6).items()}
     for frames in chunks(7, 2):                         # 3, 2, 2
@@ -146,7 +146,7 @@ def test_a_cached_rollout_of_causal_wan_is_the_full_forward(size, options, kept)
 def test_a_chunk_of_causal_wan_sees_its_window_and_sink_and_may_place_keys_in_it():
     assert [chunks(8, 3), chunks(2, 3), chunks(3, 1), chunks(5, 0)] == [[5, 3], [2], [1, 1, 1], [5]]
     x, cond, t = torch.randn(1, 4, 7, 4, 6), dict(text=torch.randn(1, 5, 20)), torch.tensor([0.5], dtype=f64)
-    build = lambda **kw: shake(make_net("wan:t2v_1_3b", **MINI | dict(depth=1), causal=True, chunk=2, **kw))
+    build = lambda **kw: shake(make_net("wan:t2v_1_3b", **MINI | dict(depth=1), chunk=2, **kw))
     net, sees = build(window=3, sink=1), [{0, 1, 2}] * 3 + [{0, 2, 3, 4}] * 2 + [{0, 4, 5, 6}] * 2
     for k in range(7):
         moved = net(x + (torch.arange(7) == k)[:, None, None], t, cond) != net(x, t, cond)
@@ -159,7 +159,7 @@ def test_a_chunk_of_causal_wan_sees_its_window_and_sink_and_may_place_keys_in_it
 def test_what_wan_cannot_do_is_refused_in_a_sentence():
     t, x = torch.tensor([0.5], dtype=f64), torch.randn(1, 4, 3, 4, 6)
     for key, size in zip(("text", "image", "first_frame", "control"), [*KINDS][1:3] + [*KINDS][2:]):
-        net = make_net(f"wan:{size}", **MINI | KINDS[size], causal=True)
+        net = make_net(f"wan:{size}", **MINI | KINDS[size], chunk=3)
         cond = wan_cond(net, 3, 4, 6, batch=1)
         refused(net, x, t, {k: v for k, v in cond.items() if k != key}, says=[key])
     refused(net, x, t, cond, start=1, says=["control", "frames"])
@@ -167,7 +167,7 @@ def test_what_wan_cannot_do_is_refused_in_a_sentence():
     refused(net, x, t.expand(1, 2), cond, says=["3 frames"])
     refused(net, x, t, cond, write=True, skip=(0,), says=["skip"])
     for bad in (dict(window=2), dict(chunk=-1), dict(first="x"), dict(positions="y"), dict(heads=3)):
-        refused(make_net, "wan:t2v_1_3b", **MINI | dict(causal=True) | bad, says=["wan"])
+        refused(make_net, "wan:t2v_1_3b", **MINI | dict(chunk=3) | bad, says=["wan"])
 
 # ---- CogVideoX, Cosmos-Predict2
 TINY = dict(x_shape=(4, 3, 4, 6), depth=2, dim=32, heads=2)

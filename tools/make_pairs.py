@@ -6,11 +6,13 @@
 
 Labels are the data's, shuffled by the seed, and the noise of pair i is a function of (seed, i), none that
 sample.py or evaluate.py draw. The ODE starts from sigma z at the first time of --path_t; the others
-are taken into the solver's grid. FOLDER (or a URL) gets
+are taken into the solver's grid. A causal net (--net FAMILY:SIZE,chunk=2) makes the pairs of
+methods/causal_kd.py: each chunk of a clip after the data's clean chunks before it. FOLDER (or a URL) gets
 
     meta.json      what made them: teacher's checksum, schedule, solver, steps, guidance, times, seed, labels
-    0000000.npy    --shard pairs, float32 (pairs, times + 1, C, H, W): x_t at each time, so the noise is
-                   scaled by sigma, and x0 last. Any number of ranks writes the same files.
+    0000000.npy    --shard pairs, float32 (pairs, times + 1, C, [F,] H, W): x_t at each time, so the noise is
+                   scaled by sigma, and x0 last (causal: what the ODE ends at as t = 0, and last the data's
+                   clip). Any number of ranks writes the same files.
 
 Given again it makes what is missing. A folder that was made otherwise is refused.
 """
@@ -38,15 +40,28 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
 
 
 @torch.no_grad()
-def solve(net, meta, ids, device):
-    """Pairs `ids`, float32 (len(ids), times + 1, C, H, W): the states at the times of the path, then x0."""
+def solve(net, meta, ids, device, clips=None):
+    """Pairs `ids`, float32 (len(ids), times + 1, C, [F,] H, W): the states at the times of the path, then x0.
+    clips (len(ids), C, F, H, W): the data's, of which a causal net sees the chunks before its own."""
     labels = [meta["labels"][i] if meta["labels"] else -1 for i in ids]
     cond, uncond = encoders.conditions(labels, meta, device)
     z = common.noise_fn(common.hash_seed("pairs", meta["seed"]), ids, meta["shape"], device)(0)
     z = z.to(common.t_like(0, z))                       # float64, as EDM's sampler keeps its state
-    x0, states = common.heun(net, lambda k: z, cond, meta["steps"], uncond, meta["guidance"], meta["path_t"],
-                             ORDERS[meta["solver"]])
-    return torch.stack([*states, x0], 1).float().cpu().numpy()
+    guidance, at = meta["guidance"], [t for t in meta["path_t"] if t]
+    args = cond, meta["steps"], uncond, guidance, at, ORDERS[meta["solver"]]
+    if clips is None:
+        x0, states = common.heun(net, lambda k: z, *args)
+        return torch.stack([*states, x0], 1).float().cpu().numpy()
+    clips, parts, start = clips.to(device), [], 0
+    caches = [net(clips, common.t_like(0, clips), c, write=True)["cache"]
+              for c in [cond if guidance else uncond] + [uncond] * (guidance not in (0, 1))]
+    for size in common.chunks(clips.shape[2], net.chunk):
+        past = [common.forget(cache, start, 0) for cache in caches]
+        x0, states = common.heun(net, lambda k: z[:, :, start:start + size], *args, start=start,
+                                 cache=past[0], uncond_kw=dict(cache=past[-1]))
+        parts.append(torch.stack([*states, x0], 1))
+        start += size
+    return torch.cat([torch.cat(parts, 3), clips[:, None]], 1).float().cpu().numpy()
 
 
 def write_meta(folder, meta):
@@ -115,12 +130,14 @@ def main(argv):
     common.t_list(net.schedule, args.steps)
     common.number("--guidance", args.guidance)
     common.number("--seed", args.seed, 0)
-    order = data.indices(args.seed, range(args.pairs), len(found)) if found.classes else None
+    order = data.indices(args.seed, range(args.pairs), len(found))
     labels = found.label[order].tolist() if found.classes else None
+    causal = dict(chunk=net.chunk, path_t=[*path_t, 0.0]) if getattr(net, "chunk", 0) else {}
+    clip = lambda i: encoders.scaled(torch.from_numpy(np.array(found.get(order[i])[0])))        # noqa: E731
     same = ("pairs", "shard", "seed", "net", "data", "steps", "solver", "guidance")
     meta = {k: getattr(args, k) for k in same} | dict(
         path_t=path_t, schedule=net.schedule, shape=list(net.x_shape), classes=found.classes, labels=labels,
-        teacher=args.teacher, weights={k: source[k] for k in ("entry", "size", "crc")})
+        teacher=args.teacher, weights={k: source[k] for k in ("entry", "size", "crc")}) | causal
     common.on_rank0(lambda: write_meta(folder, meta), group)
     todo = common.from_rank0(missing(folder, meta) if rank == 0 else None, group)
 
@@ -128,8 +145,9 @@ def main(argv):
     net, began, mine = net.to(device), time.time(), todo[rank::world]
     for done, k in enumerate(mine, 1):
         ids = range(k * args.shard, min((k + 1) * args.shard, args.pairs))
-        rows = np.concatenate([solve(net, meta, ids[i:i + args.batch], device)
-                               for i in range(0, len(ids), args.batch)])
+        batches = [ids[i:i + args.batch] for i in range(0, len(ids), args.batch)]
+        clips = [torch.stack([*map(clip, some)]) if causal else None for some in batches]
+        rows = np.concatenate([solve(net, meta, some, device, c) for some, c in zip(batches, clips)])
         files.write(folder / f"{k:07d}.npy", lambda f: np.save(f, rows))
         if rank == 0:
             print(f"{done}/{len(mine)} files, {time.time() - began:.0f} s", flush=True)
