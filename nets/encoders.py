@@ -166,6 +166,12 @@ def given(cfg):
     return int(net.first == "replace" if getattr(net, "first", "") else bool(cfg.get("first_frame")))
 
 
+def asks(cfg):
+    """Whether the net looks at something of a clip, so that samples need clips, too."""
+    net = net_of(cfg["net"])
+    return bool(given(cfg) or any(getattr(net, key, 0) for key in ("first", "image_dim", "control")))
+
+
 @torch.no_grad()
 def frames(raw, cfg, device):
     """What the net looks at besides text, {} for most: of the clips raw["image"] (B, c, [F,] H, W), or as
@@ -330,10 +336,18 @@ def speaking(name):
         raise BadInput(f"--encoders {name} cannot be used ({' '.join(str(e).split())[:300]}); {cure}") from e
 
 
+def located(name, offline):
+    """What diffusers calls a folder, ID, or hf://ID@REVISION of the hub, and further arguments."""
+    if Path(name).is_dir():
+        return name, {}
+    name, _, revision = name.removeprefix("hf://").partition("@")
+    return name, dict(revision=revision or None, local_files_only=offline)
+
+
 @functools.lru_cache
 def described(name, offline):
     """(index of the pipeline, {} for a VAE alone; config of the VAE)."""
-    index, how = {}, dict(local_files_only=offline)
+    index, (name, how) = {}, located(name, offline)
     with speaking(name) as diffusers:
         with suppress(OSError):                         # no model_index.json
             index, how = diffusers.DiffusionPipeline.load_config(name, **how), how | dict(subfolder="vae")
@@ -344,7 +358,8 @@ def described(name, offline):
 
 @functools.lru_cache(maxsize=1)
 def load(name, dtype, offline):
-    (index, vae), how = described(name, offline), dict(dtype=DTYPES[dtype], local_files_only=offline)
+    (index, vae), (name, how) = described(name, offline), located(name, offline)
+    how["dtype"] = DTYPES[dtype]
     kind, video = index.get("_class_name", ""), "temperal_downsample" in vae or factors(vae)[1] > 1
     with speaking(name) as diffusers, torch.random.fork_rng(devices=[]):     # weights are drawn, then read
         if index:
