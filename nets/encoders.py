@@ -331,7 +331,7 @@ def speaking(name):
             library.utils.logging.set_verbosity_error(), library.utils.logging.disable_progress_bar()
         yield diffusers
     except Exception as e:
-        cure = ("pip install diffusers transformers sentencepiece" if isinstance(e, ImportError) else
+        cure = ("pip install diffusers transformers sentencepiece ftfy" if isinstance(e, ImportError) else
                 f"give the folder or hub id of one of {', '.join(KNOWN)}, or of a VAE")
         raise BadInput(f"--encoders {name} cannot be used ({' '.join(str(e).split())[:300]}); {cure}") from e
 
@@ -362,6 +362,8 @@ def load(name, dtype, offline):
     how["dtype"] = DTYPES[dtype]
     kind, video = index.get("_class_name", ""), "temperal_downsample" in vae or factors(vae)[1] > 1
     with speaking(name) as diffusers, torch.random.fork_rng(devices=[]):     # weights are drawn, then read
+        if kind.startswith("Wan"):
+            import ftfy  # noqa: F401           Wan's captions are mended by it, or not at all, without a word
         if index:
             parts = (*ABSENT, "safety_checker", *["image_encoder"] * ("ImageToVideo" not in kind))
             if "Cosmos" in kind:                        # they refuse to be built without their guardrails
