@@ -53,9 +53,9 @@ def encode(raw, cfg, device):
     if kind == "moments":
         mean, std = x0.chunk(2, dim=1)
         x0 = mean + std * torch.randn(mean.shape, device=device) if torch.is_grad_enabled() else mean
-    for key in ("first_frame", "condition_frames") if x0.dim() == 5 else ():
-        if key in cond and (n := given(cfg)):
-            x0 = torch.cat([cond[key][:, :, :n], x0[:, :, n:]], dim=2)
+    clean = cond.get("condition_frames", cond.get("first_frame"))
+    if clean is not None and (n := given(cfg)):
+        x0 = torch.cat([clean[:, :, :n], x0[:, :, n:]], dim=2)
     batch = dict(x0=x0, cond=cond, uncond=uncond, id=put(raw["id"]))
     if "path" in raw:
         batch["path"] = put(raw["path"])
@@ -151,6 +151,8 @@ def level(*parts):
             for part, mask, n in zip(parts, masks, more)]
 
 
+# ---------------------------------------------------------------- what a video net looks at besides text
+
 @functools.lru_cache
 def net_of(spec):
     """The net on the meta device, for its plain attributes."""
@@ -174,8 +176,8 @@ def asks(cfg):
 
 @torch.no_grad()
 def frames(raw, cfg, device):
-    """What the net looks at besides text, {} for most: of the clips raw["image"] (B, c, [F,] H, W), or as
-    stored in raw["cond"], what `seen` makes; of these clips or stored latents, without noise, first_frame
+    """What goes into both conditions, {} for most nets: of clips raw["image"] (B, c, [F,] H, W), or as stored
+    in raw["cond"], what `seen` makes; of these clips or stored latents, without noise, first_frame
     (B, C, 1, h, w), or condition_frames (B, C, T, h, w) and condition_mask (B, 1, T, 1, 1). A VAE of videos
     makes a latent frame of its pixels and those before, so whole clips begin with the same ones."""
     net = net_of(cfg["net"]) if cfg.get("net") else None
@@ -214,8 +216,7 @@ def seen(clips, cfg, device):
         found["first_frame"] = moments(torch.cat([x[:, :, :1], grey[:, :, 1:]], dim=2), cfg, device)[:, :c]
     if getattr(net, "image_dim", 0):
         with using(cfg, device, ("image_encoder",)) as loaded:
-            pictures = [(127.5 * v + 127.5).round().byte().cpu() for v in x[:, :, 0]]
-            found["image"] = loaded.pipe.encode_image(pictures, device).float()
+            found["image"] = loaded.pipe.encode_image(pictures(x[:, :, 0]), device).float()
     if getattr(net, "control", 0):
         if not cfg.get("depth_model"):
             raise BadInput(f"--net {cfg['net']} needs a control; give --depth_model, a depth estimation of "
@@ -225,14 +226,18 @@ def seen(clips, cfg, device):
     return found
 
 
+def pictures(x):
+    """Pixels (N, 3, H, W) in [-1, 1] as N uint8 tensors, which transformers' processors take."""
+    return [(127.5 * v + 127.5).round().byte().cpu() for v in x]
+
+
 def depth(x, cfg):
     """Clips (B, 3, F, H, W) in [-1, 1] -> their depth by cfg["depth_model"], alike; far is -1, near 1 in each
     clip (assumption)."""
     model, processor = depth_model(cfg["depth_model"], cfg["offline"])
     model, (b, _, f, *size) = model.to(x.device), x.shape
-    pictures = [(127.5 * v + 127.5).round().byte().cpu() for v in x.transpose(1, 2).flatten(0, 1)]
-    near = torch.cat([model(**processor(images=picture, return_tensors="pt").to(x.device)).predicted_depth
-                      for picture in pictures])                                                 # (B F, h, w)
+    near = torch.cat([model(**processor(images=still, return_tensors="pt").to(x.device)).predicted_depth
+                      for still in pictures(x.transpose(1, 2).flatten(0, 1))])                  # (B F, h, w)
     near = F.interpolate(near[:, None], size, mode="bilinear").view(b, 1, f, *size)
     low, high = near.amin((2, 3, 4), True), near.amax((2, 3, 4), True)
     return (2 * (near - low) / (high - low).clamp(min=1e-6) - 1).expand(-1, 3, -1, -1, -1)
@@ -249,6 +254,8 @@ def depth_model(name, offline):
                        "transformers such as depth-anything/Depth-Anything-V2-Large-hf") from e
     return model.eval().requires_grad_(False), processor
 
+
+# ---------------------------------------------------------------- texts, latents, sizes
 
 @torch.no_grad()
 def prompts(texts, cfg, device):
