@@ -83,8 +83,8 @@ def load(cfg, split="train"):
     path, url = files.place(source), "://" in source
     if not url and not os.path.exists(path):
         make = "" if path.suffix else f" (`torchrun tools/make_pairs.py --out {source}` makes some)"
-        raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, .npz, .tar, digits"
-                       f" or pairs{make}")
+        raise BadInput(f"--{key} {source} does not exist; give a folder of images or clips, a .zip, .npz, "
+                       f".tar, digits or pairs{make}")
     if url or pairs_meta(path):
         return Pairs(path, cfg, split)
     read = folder if path.is_dir() else {".zip": archive, ".npz": npz}.get(path.suffix)

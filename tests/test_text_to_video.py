@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+import common
 import data
 import judge
 import run
@@ -25,7 +26,7 @@ CASES = dict(                                               # net, pipeline
     wan=(f"wan:t2v_1_3b,{WAN}", "WanPipeline"), replace=(f"wan:ti2v_5b,{WAN}", "WanPipeline"),
     i2v=(f"wan:i2v_14b,{WAN},image_dim=16", "WanImageToVideoPipeline"),
     vace=(f"wan:vace_1_3b,{WAN},control=12,hints=(0,)", "WanVACEPipeline"),
-    cog=("cogvideox:2b,x_shape=(4,3,8,8),depth=1,dim=32,heads=2,time_dim=16,text_dim=20", "CogVideoXPipeline"),
+    cog=("cogvideox:2b,x_shape=(4,3,8,8),depth=1,dim=32,heads=2,time_dim=9,text_dim=20", "CogVideoXPipeline"),
     cosmos=(f"cosmos_predict2:v2w_2b,{COSMOS}20", "Cosmos2VideoToWorldPipeline"),
     cosmos25=(f"cosmos_predict2:2.5_2b,{COSMOS}40,text_proj=12", "Cosmos2_5_PredictBasePipeline"))
 MEAN, STD = (torch.tensor(v).view(4, 1, 1, 1) for v in ([0.1, 0.2, 0.3, 0.4], [1.0, 2.0, 3.0, 4.0]))
@@ -119,6 +120,10 @@ def test_text_latents_and_what_the_net_looks_at_are_the_official_pipelines(made)
         wanted = dict(control=torch.cat([video, torch.ones_like(video[:, :4])], 1))         # 2 x 2 of a mask
     assert cond.keys() - {"label", "text"} == wanted.keys()
     assert all(torch.allclose(part[k], v, atol=1e-5) for part in (cond, uncond) for k, v in wanted.items())
+    if "first_frame" in cond:                               # a causal net takes it from cond itself, too
+        net, noise = common.make_net(cfg["net"], chunk=1), lambda k: torch.randn_like(want)
+        clip = common.causal_rollout(net, noise, [0.9, 0.5, 0.0], cond, first=cond["first_frame"])
+        assert torch.allclose(clip[:, :, :1], first, atol=1e-5) == (name == "replace")
     with torch.enable_grad():                               # frames that are given have no noise
         x0 = encoders.encode(raw, cfg, "cpu")["x0"]
     assert torch.allclose(x0[:, :, :1], first, atol=1e-5) == ("cosmos" in name or name == "replace")
@@ -140,8 +145,8 @@ def test_clips_train_and_sample_from_a_folder_of_gifs_and_from_tars(made, tmp_pa
     if name not in ("wan", "i2v", "cog"):
         return
     method, drawn = run.load("sft"), run.spy(monkeypatch, judge, "draw_samples")
-    cfg = run.config(method, **given | dict(teacher="", t_dist="uniform", max_iter=1, sample_every=1, steps=2))
-    loss, x0 = run.run(method, cfg).lines[-1]["loss"], drawn[-1][1]
+    given |= dict(teacher="", t_dist="uniform", max_iter=1, sample_every=1, steps=2)
+    loss, x0 = run.run(method, run.config(method, **given)).lines[-1]["loss"], drawn[-1][1]
     assert np.isfinite(loss) and x0.shape == (64, 4, 3, 8, 8) and x0.isfinite().all()
 
 @pytest.mark.parametrize("end", ["gif", "mp4"])
@@ -162,4 +167,5 @@ def test_the_first_frames_of_a_video_are_taken_at_a_rate(end, tmp_path):
     for fps, want in (0, [0, 1, 2, 3, 4]), (5, [0, 2, 4, 6, 8]), (25, [0, 0, 0, 1, 1]), (4, [0, 2, 5, 7, 10]):
         found, _ = data.load(cfg | dict(data_fps=float(fps))).get(0)
         assert found.shape == (3, 5, 8, 8) and np.abs(found.mean((0, 2, 3)) / 20 - want).max() < 0.3
-    run.refused(data.load, cfg | dict(data_fps=2.0), says=["a." + end, "3 frames", "1.20 s", "takes 5", "2.00 s"])
+    says = ["a." + end, "3 frames", "1.20 s", "takes 5", "2.00 s"]
+    run.refused(data.load, cfg | dict(data_fps=2.0), says=says)
