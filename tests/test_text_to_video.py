@@ -29,8 +29,8 @@ CASES = dict(                                               # net, pipeline
     cog=("cogvideox:2b,x_shape=(4,3,8,8),depth=1,dim=32,heads=2,time_dim=9,text_dim=20", "CogVideoXPipeline"),
     cosmos=(f"cosmos_predict2:v2w_2b,{COSMOS}20", "Cosmos2VideoToWorldPipeline"),
     cosmos25=(f"cosmos_predict2:2.5_2b,{COSMOS}40,text_proj=12", "Cosmos2_5_PredictBasePipeline"))
-MEAN, STD = (torch.tensor(v).view(4, 1, 1, 1) for v in ([0.1, 0.2, 0.3, 0.4], [1.0, 2.0, 3.0, 4.0]))
-TINY = dict(intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+STD = torch.arange(1.0, 5).view(4, 1, 1, 1)
+MEAN = STD / 10
 
 def pipeline(name, module):
     torch.manual_seed(0)
@@ -50,9 +50,10 @@ def pipeline(name, module):
         config = dict(vocab_size=64, d_model=20, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
         text = transformers.UMT5EncoderModel(transformers.UMT5Config(**config)).eval()
     if name == "i2v":
-        vision = transformers.CLIPVisionConfig(hidden_size=16, image_size=12, patch_size=4, **TINY)
-        more = dict(image_encoder=transformers.CLIPVisionModel(vision).eval(), image_processor=transformers.
-                    CLIPImageProcessor(size=dict(shortest_edge=12), crop_size=dict(height=12, width=12)))
+        vision = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(
+            hidden_size=16, image_size=12, patch_size=4, num_hidden_layers=2, num_attention_heads=2))
+        size = dict(size=dict(shortest_edge=12), crop_size=dict(height=12, width=12))
+        more = dict(image_encoder=vision.eval(), image_processor=transformers.CLIPImageProcessor(**size))
     module.CosmosSafetyChecker = lambda: None               # needs a library, as Wan's texts do
     module.ftfy = sys.modules["ftfy"]
     return getattr(diffusers, CASES[name][1])(
@@ -164,7 +165,7 @@ def test_the_first_frames_of_a_video_are_taken_at_a_rate(end, tmp_path):
             file.mux(stream.encode())
     net = "wan:t2v_1_3b,depth=1,dim=24,heads=2,x_shape=(3,5,8,8)"
     cfg = trainer.defaults | dict(data=str(tmp_path), net=net)
-    for fps, want in (0, [0, 1, 2, 3, 4]), (5, [0, 2, 4, 6, 8]), (25, [0, 0, 0, 1, 1]), (4, [0, 2, 5, 7, 10]):
+    for fps, want in (0, [0, 1, 2, 3, 4]), (5, [0, 2, 4, 6, 8]), (25, [0, 0, 0, 1, 1]):
         found, _ = data.load(cfg | dict(data_fps=float(fps))).get(0)
         assert found.shape == (3, 5, 8, 8) and np.abs(found.mean((0, 2, 3)) / 20 - want).max() < 0.3
     says = ["a." + end, "3 frames", "1.20 s", "takes 5", "2.00 s"]
