@@ -495,6 +495,7 @@ def causal_rollout(net, noise, ts, cond, kind="sde", call=None, grad_chunks=0, f
     (B, C, f, H, W) that the clip begins with. window, sink: a chunk sees the first `sink` frames and, itself
     included, the last `window` (0 = all); positions stay absolute. context_noise: the t to which a finished
     chunk is noised, and at which its keys and values are written."""
+    first = None if getattr(net, "first", "") else first        # such a net takes it from cond itself
     done, start, sizes = [], 0, [first.shape[2]] if first is not None else []
     sizes += chunks(noise(0).shape[2] - sum(sizes), net.chunk)
     conds = [cond if guidance else uncond] + ([uncond] if guidance not in (0, 1) else [])

@@ -9,7 +9,10 @@
     data = "some/pairs"    what tools/make_pairs.py wrote, or its URL; the last twentieth is held out
     data = "{000..010}.tar"    WebDataset tars, or a folder of them (class Tars below)
 
-Latents of a VAE: .npy files (C, H, W) in the place of images in a folder or zip, as EDM2's dataset_tool
+For a video net: mp4 webm mov gif in the place of images, of which the first frames, as many as the net takes,
+are read at --data_fps (0: as they come); a clip that is too short is an error, with the numbers.
+
+Latents of a VAE: .npy files (C, [F,] H, W) in the place of images in a folder or zip, as EDM2's dataset_tool
 writes them (00000/img-mean-std-00000000.npy, 8 x 32 x 32), or latent | latents | moments (N, C, H, W) of an
 npz. With as many channels as the net takes they are ready, with twice as many they are moments: mean and
 standard deviation. The net sees them times --data_scale, 0.18215 for Stable Diffusion's VAE; tars as given.
@@ -47,6 +50,7 @@ from common import BadInput, alpha_sigma, known
 from nets import encoders
 
 root = Path(__file__).resolve().parent
+videos = (".mp4", ".webm", ".mov")
 suffixes = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".npy")
 
 
@@ -64,7 +68,7 @@ def reading(what):
 # ---------------------------------------------------------------- data sets
 
 def load(cfg, split="train"):
-    """-> dataset with .shape (C, H, W), .classes (0: no labels), .split, len(), get(index) -> (image, label).
+    """-> dataset with .shape (C, [F,] H, W), .classes (0: none), .split, len(), get(index) -> (image, label).
 
     image: uint8, or float32 in [-1, 1], (C, H, W); label: int, -1 = none. cfg["classes"]: -1 = as many as
     the data has, 0 = ignore labels, N = labels must be below N. Digits and pairs have a held-out part of
@@ -79,16 +83,16 @@ def load(cfg, split="train"):
     path, url = files.place(source), "://" in source
     if not url and not os.path.exists(path):
         make = "" if path.suffix else f" (`torchrun tools/make_pairs.py --out {source}` makes some)"
-        raise BadInput(f"--{key} {source} does not exist; give a folder of images, a .zip, .npz, .tar, digits"
-                       f" or pairs{make}")
+        raise BadInput(f"--{key} {source} does not exist; give a folder of images or clips, a .zip, .npz, "
+                       f".tar, digits or pairs{make}")
     if url or pairs_meta(path):
         return Pairs(path, cfg, split)
     read = folder if path.is_dir() else {".zip": archive, ".npz": npz}.get(path.suffix)
     if read is None:
         raise BadInput(f"--{key} {source} is neither a folder, a .zip, an .npz nor digits")
+    shape, clip = pixels(cfg)
     with reading(path):
-        names, get, label = read(path)
-    shape = encoders.shapes(cfg) if cfg.get("encoders") else None
+        names, get, label = read(path, clip)
     images = Images(path, names, lambda name: cut(get(name), shape), label, classes, split)
     if images.shape[0] not in (1, 3):
         images.kind, scale = latent_kind(images, cfg), np.float32(cfg["data_scale"])
@@ -96,6 +100,13 @@ def load(cfg, split="train"):
     if path.is_dir() and any((path / name).with_suffix(".txt").exists() for name in names):
         images.texts = lambda ids: dict(caption=[caption(path / names[i]) for i in ids])
     return images
+
+
+def pixels(cfg):
+    """What the net takes, (C, [F,] H, W), None where images stay as they are; and of clips (frames, fps)."""
+    shape = encoders.shapes(cfg) if cfg.get("net") else ()
+    clip = (shape[1], cfg.get("data_fps", 0)) if len(shape) == 4 else None
+    return shape if cfg.get("encoders") or clip else None, clip
 
 
 class Images:
@@ -108,8 +119,9 @@ class Images:
             raise BadInput(f"{path} holds no images (looked for {' '.join(suffixes)})")
         self.path, self.names, self.read, self.split, self.shape = path, names, read, split, None
         self.label, self.classes = check_labels(label, names, classes, path)
-        for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
-            self.get(i)  # finds most mistakes before training starts; the first one sets the shape
+        few = 64 if len(self.get(0)[0].shape) == 3 else 8       # the first one sets the shape
+        for i in np.linspace(0, len(self) - 1, min(len(self), few)).astype(int):
+            self.get(i)         # finds most mistakes before training starts
 
     def __len__(self):
         return len(self.names)
@@ -162,12 +174,16 @@ def check_labels(label, names, classes, path):
 
 
 def cut(image, shape):
-    """uint8 image (c, h, w) -> (C, H, W) = shape: short side by bicubic, centre cut, grey to C channels."""
+    """uint8 image (c, [f,] h, w) -> (C, [F,] H, W) = shape: short side by bicubic, centre cut, grey to C
+    channels; an image is a clip of one frame."""
     from PIL import Image, ImageOps
     if shape is None or image.dtype != np.uint8 or image.shape == shape:
         return image
-    planes = [np.asarray(ImageOps.fit(Image.fromarray(p), shape[:0:-1], Image.BICUBIC)) for p in image]
-    return np.stack(planes * (shape[0] if len(planes) == 1 else 1))
+    frames = image.shape[1:-2] or shape[1:-2] and (1,)
+    planes = [np.asarray(ImageOps.fit(Image.fromarray(p), shape[:-3:-1], Image.BICUBIC))
+              for p in image.reshape(-1, *image.shape[-2:])]
+    planes = np.stack(planes).reshape(len(image), *frames, *shape[-2:])
+    return np.repeat(planes, shape[0], axis=0) if len(image) == 1 else planes
 
 
 def captions(dataset, count=256):
@@ -182,7 +198,7 @@ def caption(image):
         return image.with_suffix(".txt").read_text().strip()
 
 
-# ---------------------------------------- formats: path -> (names, read(name) -> image, labels or None)
+# ---------------- formats: (path, clip of `pixels`) -> (names, read(name) -> image, labels or None)
 
 def digits(split):
     with np.load(root / "assets" / "digits.npz") as file:
@@ -191,10 +207,10 @@ def digits(split):
     return range(len(image)), image.__getitem__, label
 
 
-def folder(path):
+def folder(path, clip):
     every = sorted((Path(where) / name).relative_to(path).as_posix()
                    for where, _, found in os.walk(path, followlinks=True) for name in found)
-    names, read, label = image_files(path, every, lambda name: (path / name).read_bytes())
+    names, read, label = image_files(path, every, lambda name: (path / name).read_bytes(), clip)
     tops = sorted({name.split("/")[0] for name in names if "/" in name})
     if "dataset.json" in every or len(tops) < 2:
         return names, read, label
@@ -205,18 +221,19 @@ def folder(path):
     return names, read, [number[name.split("/")[0]] for name in names]
 
 
-def archive(path):
+def archive(path, clip):
     zipped, lock = zipfile.ZipFile(path), threading.Lock()
 
     def content(name):
         with lock:  # a ZipFile has one file position, so threads must take turns
             return zipped.read(name)
-    return image_files(path, sorted(zipped.namelist()), content)
+    return image_files(path, sorted(zipped.namelist()), content, clip)
 
 
-def image_files(path, every, content):
+def image_files(path, every, content, clip):
     """The images among the files `every`, content(name) being the bytes of one; labels by dataset.json."""
-    names, label = [name for name in every if name.lower().endswith(suffixes) and not any(
+    ends = (*suffixes, *videos) if clip else suffixes
+    names, label = [name for name in every if name.lower().endswith(ends) and not any(
         part.startswith((".", "__MACOSX")) for part in name.split("/"))], None
     if "dataset.json" in every:
         with reading(f'{path}/dataset.json, {{"labels": [[file name, class], ...]}} or {{"labels": null}},'):
@@ -227,12 +244,12 @@ def image_files(path, every, content):
         label = [table[name] for name in names] if table else None
 
     def read(name):
-        found = value(name, content(name))
+        found = value(name, content(name), clip)
         if isinstance(found, np.ndarray):
             return found
-        if found.dim() != 3 or not found.is_floating_point():
+        if found.dim() != 3 + bool(clip) or not found.is_floating_point():
             raise BadInput(f"{path}: {name} is {found.dtype} of shape {tuple(found.shape)}; latents are "
-                           "floats (C, H, W)")
+                           f"floats (C, {'F, ' if clip else ''}H, W)")
         return found.float().numpy()
     return names, read, label
 
@@ -251,7 +268,43 @@ def decode(content):
     return array[None] if grey else np.ascontiguousarray(array.transpose(2, 0, 1))
 
 
-def npz(path):
+def video(name, content, frames, fps):
+    """Bytes of a video file -> its first frames at this rate, uint8 (3, frames, H, W)."""
+    found, seconds = [], 0.0
+    for i, (seconds, read) in enumerate(stills(name, content)):
+        # the picture is seen until then; at 0 fps each one is taken once
+        while len(found) < frames and (len(found) / fps < seconds - 1e-6 if fps else len(found) <= i):
+            found.append(read())
+        if len(found) == frames:
+            return np.ascontiguousarray(np.stack(found).transpose(3, 0, 1, 2))
+    need = f" at --data_fps {fps:g}, which end after {(frames - 1) / fps:.2f} s" if fps else ""
+    raise BadInput(f"{name} has {len(found)} frames in {seconds:.2f} s, but --net takes {frames}{need}; leave"
+                   " it out, give a higher rate, or fewer frames by the net's x_shape")
+
+
+def stills(name, content):
+    """(second until which it is seen, read() -> (H, W, 3) uint8) of each picture of a video."""
+    if name.lower().endswith(".gif"):
+        from PIL import Image, ImageSequence
+        seconds = 0.0
+        for picture in ImageSequence.Iterator(Image.open(io.BytesIO(content))):
+            seconds += (picture.info.get("duration") or 100) / 1000
+            yield seconds, lambda: np.asarray(picture.convert("RGB"))
+        return
+    try:
+        import av
+    except ImportError as e:
+        raise BadInput(f"{name} needs the PyAV library ({e}); pip install av") from e
+    with av.open(io.BytesIO(content)) as container:
+        stream, first = container.streams.video[0], None
+        stream.thread_type = "AUTO"
+        for picture in container.decode(stream):
+            first = picture.time if first is None else first
+            yield (picture.time - first + 1 / float(stream.average_rate),
+                   lambda: picture.to_ndarray(format="rgb24"))
+
+
+def npz(path, clip):
     with np.load(path) as file:
         image = next((file[k] for k in ("image", "images", "x", "arr_0") if k in file), None)
         label = next((file[k] for k in ("label", "labels", "y") if k in file), None)
@@ -330,7 +383,8 @@ def pairs_shard(path, meta, k):
 # ---------------------------------------------------------------- WebDataset tars
 
 MEMBERS = dict(                                         # kind: members that are it, in order of preference
-    latent="latent.npy;latent.pth", moments="moments.npy;moments.pth", image="jpg;jpeg;png;webp", label="cls",
+    latent="latent.npy;latent.pth", moments="moments.npy;moments.pth", label="cls",
+    image="jpg;jpeg;png;webp;mp4;webm;mov;gif",
     caption="txt", cond="cond.safetensors", text="txt_emb.npy;txt_emb.pth", json="json",
     pooled="pooled.npy;pooled.pth", text_mask="text_mask.npy")
 COMPARE = {">=": op.ge, "<=": op.le, "==": op.eq, "!=": op.ne, ">": op.gt, "<": op.lt}
@@ -352,10 +406,13 @@ def tar_files(source):
     return sorted(Path(path).glob("*.tar")) if os.path.isdir(path) else []
 
 
-def value(name, content):
-    """What the bytes of a file of this name hold: image, tensors, text, int, json. Never a pickle's code."""
+def value(name, content, clip=None):
+    """What the bytes of a file of this name hold: image, clip, tensors, text, int, json. Never a pickle's
+    code."""
     import safetensors.torch
     end = name.lower().rpartition(".")[2]
+    if clip and f".{end}" in (".gif", *videos):
+        return video(name, content, *clip)
     own = dict.fromkeys((suffix[1:] for suffix in suffixes), decode) | dict(
         safetensors=safetensors.torch.load, npy=lambda b: torch.from_numpy(np.load(io.BytesIO(b))),
         pth=lambda b: torch.load(io.BytesIO(b), "cpu", weights_only=True))
@@ -381,7 +438,7 @@ class Tars(Images):
             raise BadInput(f"--data_filter {cfg['data_filter']} are field>=5 ({' '.join(COMPARE)}), "
                            f"--data_keys {cfg['data_keys']} kind=member, kinds {', '.join(MEMBERS)}")
         ignored = set(Path(cfg["data_ignore"]).read_text().split("\n")) if cfg.get("data_ignore") else set()
-        keys, kinds, self.samples = own or MEMBERS, tuple(own), []
+        keys, kinds, self.samples, self.clip = own or MEMBERS, tuple(own), [], pixels(cfg)[1]
         for tar in tars:
             with reading(tar), tarfile.open(tar, "r:") as f:            # reads the headers alone
                 every = list(webdataset().tariterators.group_by_keys(
@@ -417,7 +474,7 @@ class Tars(Images):
         with reading(f"{tar}: {kind} of {key}"), open(tar, "rb") as f:
             name, offset, size = members[kind]
             f.seek(offset)
-            return value(name, f.read(size))
+            return value(name, f.read(size), self.clip)
 
     def image(self, i):
         found = self.member(self.samples[i], self.kind)

@@ -62,7 +62,10 @@ def draw_grid(method, net, cfg, device, rank, world, gloo, dataset=None, rows=8)
     n, each = rows * columns, -(-rows * columns // world)
     ids = [i % n for i in range(rank * each, (rank + 1) * each)]
     labels = torch.tensor([i % columns if cfg["classes"] else -1 for i in ids])
-    texts = dataset.texts([i % len(dataset) for i in ids]) if hasattr(dataset, "texts") else {}
+    some = [i % len(dataset) for i in ids] if dataset else []
+    texts = dataset.texts(some) if hasattr(dataset, "texts") else {}
+    if dataset and encoders.asks(cfg):
+        texts[dataset.kind] = torch.stack([torch.as_tensor(dataset.get(i)[0]) for i in some])
     with judging([net]), startup.autocast(cfg, device):
         x0 = draw_samples(method, net, cfg, ids, labels, cfg["steps"], cfg["seed"], device, texts=texts)
     return torch.cat(common.everyone(x0.float().cpu(), gloo))[:n], columns

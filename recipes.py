@@ -6,6 +6,10 @@ iteration counts as they are, and its three EMAs; the first EMA listed samples. 
 they are the paper's, or FastGen's with the reason. In all: moments and weights are float32 also where FastGen
 keeps both in bf16, fp16's scaler starts at 65536, not 16 (a few more skips), uniform t has all of its range,
 a fake score is trained in its net's own space, and where FastGen sets no global batch one is assumed here.
+Of video, FastGen sets a global batch in one preset (64: here in all) and leaves many at a million iterations,
+which are those of a sibling here, or 10,000; its negative prompt for Wan, also in Cosmos' presets, is a short
+one of its own, here each has its authors'; its discriminators of several resolutions are one conv3d head per
+tap; noise levels of dm are within 2 - 98 %, as in the papers.
 """
 
 
@@ -44,6 +48,30 @@ sdxl = rare | big | hub("stabilityai/stable-diffusion-xl-base-1.0") | dict(
     net="sd:sdxl", data="captioned-1024-latents")
 flux = often | big | hub("black-forest-labs/FLUX.1-dev") | dict(
     net="flux:dev,x_shape=(16,64,64)", data="captioned-512")
+
+# clips are videos with a .txt beside each (mp4, webm, gif), or tars that tools/encode.py made of them
+def wan(repository, net, **more):
+    return often | big | hub(f"Wan-AI/{repository}", "neg_prompt_wan") | dict(
+        net=f"wan:{net}", data="clips-480p", data_fps=16.0, guidance=5.0) | more
+
+
+def cosmos(size, **more):
+    return often | big | hub(f"hf://nvidia/Cosmos-Predict2.5-{size.upper()}@diffusers/base/post-trained",
+                             "neg_prompt_cosmos") | dict(
+        net=f"cosmos_predict2:2.5_{size}", data="clips-480p-93", data_fps=16.0, guidance=3.0) | more
+
+
+wan_1b = wan("Wan2.1-T2V-1.3B-Diffusers", "t2v_1_3b")
+wan_14b = wan("Wan2.1-T2V-14B-Diffusers", "t2v_14b")
+wan_i2v = wan("Wan2.1-I2V-14B-480P-Diffusers", "i2v_14b")
+wan22_i2v = wan("Wan2.2-TI2V-5B-Diffusers", "ti2v_5b", data="clips-704p", data_fps=24.0)
+wan22_t2v = wan22_i2v | dict(net="wan:ti2v_5b,first=")          # no first frame is given
+control = dict(depth_model="depth-anything/Depth-Anything-V2-Large-hf")
+vace = wan("Wan2.1-VACE-1.3B-diffusers", "vace_1_3b", **control)
+vace_14b = wan("Wan2.1-VACE-14B-diffusers", "vace_14b", **control)
+cogvideox = often | big | hub("THUDM/CogVideoX-5b") | dict(
+    net="cogvideox:5b", data="clips-480x720-49", data_fps=8.0, guidance=6.0)
+cogvideox_2b = cogvideox | hub("THUDM/CogVideoX-2b") | dict(net="cogvideox:2b")
 qwen_image = often | big | hub("Qwen/Qwen-Image", " ") | dict(
     net="qwen_image:base,x_shape=(16,64,64)", data="captioned-512", guidance=4.0)
 
@@ -59,6 +87,12 @@ sft_dit = constant | dict(
 sft_text = constant | dict(
     optimizer="adamw", weight_decay=0.01, lr=1e-5, batch_size=256, max_iter=100000, dropout=0.0,
     t_dist="uniform", steps=50, ema=())
+
+sft_video = sft_text | dict(batch_size=64, max_iter=5000)
+sft_wan = sft_video | dict(lr=5e-5)
+# the student's own weights are the bidirectional ones; FastGen never begins with a clean prefix
+sft_causal = constant | dict(lr=5e-5, batch_size=64, max_iter=5000, chunk=3, t_dist="uniform", t_shift=5.0,
+                             steps=50, ema=())
 
 # ---- methods: consistency
 ect = dict(optimizer="adam", warmup=0, clip=0.0, tf32=False, t_mean=-0.8, t_std=1.6, q=4.0, ratio_cap=0.9961,
@@ -86,6 +120,16 @@ dmd2_sdxl = sdxl | dmd2_text | rates(5e-7) | dict(
 # of Flux and Qwen-Image no paper has a recipe: FastGen's, but later steps from own samples, not noised data
 dmd2_flow = dmd2_text | fastgen_gan | rates(1e-5) | dict(
     steps=4, batch_size=64, max_iter=5000, gan_weight=0.03, gan_same_noise=True)
+four, taps_30, taps_40 = (0.999, 0.937, 0.833, 0.624), (15, 22, 29), (21, 30, 39)
+two = dict(steps=2, t_list=(0.999, 0.833))
+dmd2_video = dmd2_flow | dict(t_list=four, sampler="ode", t_dist="shifted", dm_t_dist="shifted")
+# CogVideoX at the noise levels that these times have in Wan's schedule; FastGen takes the times themselves
+dmd2_cogvideox = dmd2_flow | dict(t_list=(0.999, 0.881, 0.735, 0.482), sampler="ode", max_iter=10000)
+kd_video = constant | dict(lr=7e-5, batch_size=64, max_iter=6000, t_list=(0.999,), ema=())
+# a student that samples in chunks; FastGen's averages are frozen copies, here they are Self-Forcing's
+causal = rates(5e-6) | dict(chunk=3, t_list=four, batch_size=64, max_iter=5000, update_ratio=4,
+                            betas=(0.9, 0.999), gan_weight=3e-3, gan_taps=taps_30)
+ode_init = "Self-Forcing/checkpoints/ode_init.pt#generator"
 runs = "outputs/fewstep"
 sdxl_1step = f"{runs}/captioned-1024-latents/dmd2_sdxl_1step"
 
@@ -183,4 +227,77 @@ presets |= {
     ("f_distill", "sdxl"): dmd2_sdxl | fastgen_gan | dict(
         student=sdxl_1step, fake_score=f"{sdxl_1step}#fake_score", max_iter=25000, divergence="js",
         ratio_bins=10, ratio_ema=0.0),
+}
+
+# ---- video: FastGen's 36 experiments; CogVideoX/config_sft and config_sft_5b differ in the batch alone
+presets |= {
+    # CogVideoX: config_sft, config_kd, config_dmd2
+    ("sft", "cogvideox_5b"): cogvideox | sft_video | dict(lr=2e-5),
+    ("kd", "cogvideox_2b"): cogvideox_2b | kd_video | dict(data="outputs/pairs/cogvideox_2b", lr=1e-4),
+    ("dmd2", "cogvideox_5b"): cogvideox | dmd2_cogvideox | dict(gan_taps=(21, 31, 41)),
+
+    # CosmosPredict2: config_sft, _14b, _v2w; config_dmd2, _14b (which lost its taps), _v2w
+    ("sft", "cosmos"): cosmos("2b") | sft_video | dict(max_iter=10000, steps=35),
+    ("sft", "cosmos_14b"): cosmos("14b") | sft_video | dict(max_iter=10000, steps=35),
+    ("sft", "cosmos_v2w"): cosmos("2b") | sft_video | dict(max_iter=10000, steps=35, given_frames=1),
+    ("dmd2", "cosmos"): cosmos("2b") | dmd2_video | dict(max_iter=10000, gan_taps=(13, 20, 27)),
+    ("dmd2", "cosmos_14b"): cosmos("14b") | dmd2_video | dict(
+        max_iter=10000, gan_taps=(17, 26, 35), offload=True),
+    ("dmd2", "cosmos_v2w"): cosmos("2b") | dmd2_video | dict(
+        max_iter=10000, gan_taps=(13, 20, 27), given_frames=1),
+
+    # WanI2V: config_sft_14b, config_sft_wan22_5b, both causal, config_dmd2_14b, config_dmd2_wan22_5b
+    ("sft", "wan_i2v_14b"): wan_i2v | sft_wan,
+    ("sft", "wan22_i2v_5b"): wan22_i2v | sft_wan,
+    ("causal_sft", "wan_i2v_14b"): wan_i2v | sft_causal,
+    ("causal_sft", "wan22_i2v_5b"): wan22_i2v | sft_causal,
+    ("dmd2", "wan_i2v_14b"): wan_i2v | dmd2_video | two | dict(gan_taps=taps_40),
+    ("dmd2", "wan22_i2v_5b"): wan22_i2v | dmd2_video | two | dict(gan_taps=taps_30),
+
+    # WanT2V: config_sft, _14b, config_sft_causal, _14b
+    ("sft", "wan"): wan_1b | sft_wan,
+    ("sft", "wan_14b"): wan_14b | sft_wan,
+    ("causal_sft", "wan_fastgen"): wan_1b | sft_causal,
+    ("causal_sft", "wan_14b"): wan_14b | sft_causal,
+    # WanT2V: config_kd, config_kd_path, which is no causal KD (methods/causal_kd.py has CausVid's)
+    ("kd", "wan"): wan_1b | kd_video | dict(data="outputs/pairs/wan"),
+    ("kd", "wan_4steps"): wan_1b | kd_video | dict(
+        data="outputs/pairs/wan_4steps", steps=4, t_list=four, max_iter=10000),
+    # WanT2V: config_dmd2, _14b, _wan22_5b
+    ("dmd2", "wan"): wan_1b | dmd2_video | dict(max_iter=6000, gan_taps=taps_30),
+    ("dmd2", "wan_14b"): wan_14b | dmd2_video | two | dict(gan_taps=taps_40),
+    ("dmd2", "wan22_5b"): wan22_t2v | dmd2_video | two | dict(gan_taps=taps_30),
+    # WanT2V: config_fdistill, at the levels of dmd2's presets that have one step
+    ("f_distill", "wan"): wan_1b | dmd2_text | fastgen_gan | rates(5e-5) | dict(
+        batch_size=64, max_iter=10000, gan_weight=1e-3, gan_taps=(15,), divergence="js", ratio_bins=10,
+        ratio_ema=0.0),
+    # WanT2V: config_ladd. R1 as its own comment says (0.1 there, 100 to 1000 recommended)
+    ("ladd", "wan"): wan_1b | constant | dict(
+        guidance=1.0, lr=2e-6, lr_disc=4e-6, betas=(0.9, 0.999), batch_size=64, max_iter=10000, steps=4,
+        update_ratio=1, t_list=four, t_dist="shifted", t_min=0.0, t_max=0.0, gan_loss="softplus",
+        gan_taps=taps_30, gan_cond=False, ema=()),
+    # WanT2V/config_mf, untuned by its own words: there r < t always, t has ImageNet-64's mean, not the one
+    # derived for this resolution, and a difference makes du/dt, which is lost where 1000 t is embedded
+    ("mean_flow", "wan"): wan_1b | dict(
+        guidance=3.0, lr=1e-5, lr_schedule="inv_sqrt:2000", warmup=0, optimizer="adamw", betas=(0.9, 0.99),
+        batch_size=64, max_iter=10000, clip=0.0, tf32=False, pairs="sort", t_mean=0.73, t_std=1.6,
+        r_mean=0.73, r_std=1.6, tangent_warmup=2000, loss="opt_grad", loss_p=1.0, loss_c=10.0, loss_rms=True,
+        parallel="ddp", ema=("ema:power=0.01",)),
+    # WanT2V: config_causvid, config_sf, config_sf_14b
+    ("causvid", "wan_fastgen"): wan_1b | causal | rates(5e-5) | dict(student=ode_init, gan_weight=1e-3),
+    ("self_forcing", "wan_fastgen"): wan_1b | causal | dict(student=ode_init),
+    ("self_forcing", "wan_14b"): wan_14b | causal | dict(
+        student=f"{runs}/clips-480p/causal_sft_wan_14b", gan_taps=taps_40),
+    # CausVid's wan_causal_dmd_warp_4step_cfg2: as its preset wan, four steps by shift 8, less guidance
+    ("causvid", "wan_4steps"): wan_1b | rates(2e-6) | dict(
+        student=f"{runs}/wan/causal_kd_wan", chunk=3, t_list=(0.999, 0.96, 0.8889, 0.7273), t_shift=8.0,
+        guidance=3.0, batch_size=64, max_iter=6000),
+
+    # WanV2V: config_sft, _14b, config_sft_causal, config_dmd2, config_sf
+    ("sft", "vace"): vace | sft_wan,
+    ("sft", "vace_14b"): vace_14b | sft_wan | dict(offload=True),
+    ("causal_sft", "vace"): vace | sft_causal,
+    ("dmd2", "vace"): vace | dmd2_video | dict(guidance=4.0, gan_taps=taps_30, ema=("ema:0.9999",)),
+    ("self_forcing", "vace"): vace | causal | dict(
+        guidance=4.0, student=f"{runs}/clips-480p/causal_sft_vace"),
 }

@@ -51,7 +51,10 @@ defaults = dict(
     encoder_dtype="bf16",    # type of VAE and text encoders: bf16, "" = float32
     encoder_offload=False,   # keep them in host memory while they are idle
     offline=False,           # never ask the hub; what it gave before is used
-    negative_prompt="",      # what guidance leads away from; "" = as the official pipeline (SDXL: zeros)
+    negative_prompt="",      # what guidance leads away from, or neg_prompt_wan, _cosmos; "" = the pipeline's
+    data_fps=0.0,            # of raw videos: frames are taken at this rate; 0 = every frame
+    given_frames=0,          # first latent frames of a clip that a video2world net is given; 0 = none
+    depth_model="",          # depth estimation of transformers, which makes VACE's control; "" = stored
     val_data="",             # held-out data; "" = the held-out digits, for other data the training data
     xflip=False,             # random horizontal flips
     augment=0.0,             # probability of EDM's augmentations; 0 = off

@@ -3,10 +3,14 @@
 With cfg["encoders"] == "" the data are in that space: pixels, or what tools/encode.py made of them. Otherwise
 it names a pipeline of diffusers (folder or hub id), whose VAE encodes images and whose own encode_prompt does
 captions, so lengths, masks and padding are the official ones, or a VAE alone (stabilityai/sd-vae-ft-mse for
-DiT and SiT). It is loaded once a process, frozen, without the net.
+DiT and SiT). It is loaded once a process, frozen, without the net. What a video net sees of a clip besides
+the text (its first frames, CLIP's states, depth) is made of the clip itself: `seen`, `given`.
 """
 import functools
+import json
+import sys
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -16,20 +20,27 @@ import augment
 import common
 from common import BadInput
 
-KNOWN = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "FluxPipeline", "QwenImagePipeline")
+# pipelines and the tokens of a caption, as trained, where the tokenizer takes as many
+KNOWN = dict(
+    StableDiffusionPipeline=512, StableDiffusionXLPipeline=512, FluxPipeline=512, QwenImagePipeline=512,
+    WanPipeline=512, WanImageToVideoPipeline=512, WanVACEPipeline=512, CogVideoXPipeline=226,
+    Cosmos2TextToImagePipeline=512, Cosmos2VideoToWorldPipeline=512, Cosmos2_5_PredictBasePipeline=512)
 TEXTS, DTYPES = ("text_encoder", "text_encoder_2"), {"": torch.float32, "bf16": torch.bfloat16}
-LENGTH = 512            # tokens of a caption, the default of the pipelines, where the tokenizer takes as many
-ABSENT = ("unet", "transformer", "scheduler", "safety_checker", "feature_extractor", "image_encoder")
+TEXT_KEYS = ("text", "pooled", "text_mask")             # what differs between cond and uncond, with the label
+ABSENT = ("unet", "transformer", "transformer_2", "scheduler", "feature_extractor")
+# negative prompts by FastGen's names: those that the authors of Wan and of Cosmos give
+NEGATIVE = json.loads((Path(__file__).parent.parent / "assets" / "negative_prompts.json").read_text())
 
 
 def encode(raw, cfg, device):
-    """Raw batch -> dict(x0 (B, C, H, W) float32 in the net's space, cond, uncond, id), on `device`.
+    """Raw batch -> dict(x0 (B, C, [F,] H, W) float32 in the net's space, cond, uncond, id), on `device`.
 
     uint8 v -> v / 127.5 - 1 (as EDM). Augmentations that the loader drew are applied here (x0 may then leave
     [-1, 1]) and both conditions carry their labels, augment (B, augment.dim(cfg)). Pairs come with the states
     x_t on the teacher's way to x0, path (B, P, C, H, W), at the times path_t (P,); path[:, 0] is sigma z.
-    Stored are latent (B, C, H, W) or moments (B, 2 C, H, W), mean and std as the net sees them; x0 is mean +
-    std eps, eps of the default generator, and the mean where gradients are off (validation).
+    Stored are latent (B, C, ...) or moments (B, 2 C, ...), mean and std as the net sees them; x0 is mean +
+    std eps, eps of the default generator, and the mean where gradients are off (validation). Frames that the
+    net is given are those of its condition, without that noise.
     """
     put = lambda v: v.to(device, non_blocking=True)                                              # noqa: E731
     (kind, x0), = ((k, scaled(put(raw[k]))) for k in ("image", "latent", "moments") if k in raw)
@@ -42,8 +53,9 @@ def encode(raw, cfg, device):
     if kind == "moments":
         mean, std = x0.chunk(2, dim=1)
         x0 = mean + std * torch.randn(mean.shape, device=device) if torch.is_grad_enabled() else mean
-    if cfg.get("first_frame"):
-        cond["first_frame"] = uncond["first_frame"] = x0[:, :, :1]
+    clean = cond.get("condition_frames", cond.get("first_frame"))
+    if clean is not None and (n := given(cfg)):
+        x0 = torch.cat([clean[:, :, :n], x0[:, :, n:]], dim=2)
     batch = dict(x0=x0, cond=cond, uncond=uncond, id=put(raw["id"]))
     if "path" in raw:
         batch["path"] = put(raw["path"])
@@ -57,17 +69,32 @@ def scaled(x):
 
 @torch.no_grad()
 def decode(x0, cfg):
-    """x0 (B, C, H, W) -> uint8, clipped; the inverse of encode for every uint8 value. Latents go through the
-    VAE of cfg["encoders"], one at a time; without one their first three channels are shown."""
+    """x0 (B, C, [F,] H, W) -> uint8, clipped; the inverse of encode for every uint8 value. Latents go through
+    the VAE of cfg["encoders"], one at a time; without one their first three channels are shown."""
     if cfg.get("encoders"):
-        with using(cfg, device := cfg["device"] or "cuda" * torch.cuda.is_available() or "cpu") as found:
-            shift, scale = (v.to(device) for v in found.affine)
-            z = (x0.to(device).float() / scale + shift).to(found.vae.dtype)
-            z = z[:, :, None] if found.video else z     # (B, C, 1, h, w)
-            x0 = torch.cat([found.vae.decode(each).sample for each in z.split(1)]).to(x0.device)
-            x0 = x0[:, :, 0] if found.video else x0
-    x0 = x0[:, :3] if x0.dim() == 4 else x0
+        with using(cfg, cfg["device"] or "cuda" * torch.cuda.is_available() or "cpu") as found:
+            x0 = torch.cat([from_latents(each, found) for each in x0.split(1)])
+    x0 = x0[:, :3] if x0.dim() > 3 else x0
     return (x0.float() * 127.5 + 128).clip(0, 255).to(torch.uint8)
+
+
+def from_latents(z, found):
+    """Latents (B, C, [F,] h, w) as the net sees them -> pixels in about [-1, 1], on z's device."""
+    shift, scale, device = *(v.reshape(-1, *[1] * (z.dim() - 2)) for v in found.affine), found.vae.device
+    x = (z.to(device).float() / scale.to(device) + shift.to(device)).to(found.vae.dtype)
+    if found.video and z.dim() == 4:                    # an image is a clip of one frame
+        return found.vae.decode(x[:, :, None]).sample[:, :, 0].to(z.device)
+    return found.vae.decode(x).sample.to(z.device)
+
+
+def to_latents(x, found):
+    """Pixels (B, 3, [F,] H, W) in [-1, 1] -> mean and std (B, C, [F,] h, w), as the net sees them."""
+    shift, scale = (v.reshape(-1, *[1] * (x.dim() - 2)).to(x.device) for v in found.affine)
+    still = found.video and x.dim() == 4
+    x = x.to(found.vae.dtype)
+    given = found.vae.encode(x[:, :, None] if still else x).latent_dist
+    mean, logvar = (v[:, :, 0] if still else v for v in (given.mean, given.logvar))
+    return (mean.float() - shift) * scale, (logvar.float() / 2).exp() * scale
 
 
 @torch.no_grad()
@@ -77,9 +104,7 @@ def last_frame(x0, cfg):
     if not cfg.get("encoders"):
         return x0[:, :, -1:]
     with using(cfg, x0.device) as found:
-        shift, scale = (v.to(x0.device)[:, None] for v in found.affine)
-        pixels = found.vae.decode((x0.float() / scale + shift).to(found.vae.dtype)).sample[:, :, -1:]
-        return (found.vae.encode(pixels).latent_dist.mean.float() - shift) * scale
+        return to_latents(from_latents(x0, found)[:, :, -1:], found)[0]
 
 
 def conditions(labels, cfg, device, texts={}):
@@ -87,7 +112,8 @@ def conditions(labels, cfg, device, texts={}):
     everywhere if cfg["classes"] is 0, and in uncond.
 
     texts adds text (B, L, D), pooled (B, P), text_mask (B, L): of its caption, B str, or as stored in its
-    cond and uncond (B or 1). What is not stored of uncond is of its negative, B str, or the config's.
+    cond and uncond (B or 1). What is not stored of uncond is of its negative, B str, or the config's. Both
+    get what `frames` makes of its clips.
     """
     labels, classes = torch.as_tensor(labels, dtype=torch.int64), cfg.get("classes", -1)
     if classes == 0:
@@ -95,7 +121,8 @@ def conditions(labels, cfg, device, texts={}):
     elif classes > 0 and len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < classes:
         raise BadInput(f"classes are 0 to {classes - 1} (-1 = none), not {labels.min()} to {labels.max()}")
     labels = labels.to(device, non_blocking=True)
-    cond, uncond = dict(label=labels), dict(label=torch.full_like(labels, -1))
+    more = frames(texts, cfg, device)
+    cond, uncond = dict(label=labels) | more, dict(label=torch.full_like(labels, -1)) | more
     encoded = cfg.get("encoders") and "_class_name" in described(cfg["encoders"], cfg["offline"])[0]
     if "cond" not in texts and not ("caption" in texts and encoded):
         return cond, uncond
@@ -106,7 +133,8 @@ def conditions(labels, cfg, device, texts={}):
     if not blank and cfg.get("guidance", 1) != 1:
         raise BadInput("--guidance needs an embedded negative prompt; give --data_uncond FILE or --encoders")
     blank = blank or {k: torch.zeros_like(v) for k, v in told.items()}
-    told, blank = ({k: v.to(device, non_blocking=True) for k, v in part.items()} for part in (told, blank))
+    told, blank = ({k: v.to(device, non_blocking=True) for k, v in part.items() if k in TEXT_KEYS}
+                   for part in (told, blank))
     for whole, part in zip((cond, uncond), level(told, blank)):
         whole |= {k: v.expand(len(labels), *v.shape[1:]) for k, v in part.items()}
     return cond, uncond
@@ -123,14 +151,122 @@ def level(*parts):
             for part, mask, n in zip(parts, masks, more)]
 
 
+# ---------------------------------------------------------------- what a video net looks at besides text
+
+@functools.lru_cache
+def net_of(spec):
+    """The net on the meta device, for its plain attributes."""
+    with torch.device("meta"):
+        return common.make_net(spec)
+
+
+def given(cfg):
+    """How many of a clip's first latent frames the net is given."""
+    net = net_of(cfg["net"])
+    if getattr(net, "video2world", False):
+        return cfg.get("given_frames", 0)
+    return int(net.first == "replace" if getattr(net, "first", "") else bool(cfg.get("first_frame")))
+
+
+def asks(cfg):
+    """Whether the net looks at something of a clip, so that samples need clips, too."""
+    net = net_of(cfg["net"])
+    return bool(given(cfg) or any(getattr(net, key, 0) for key in ("first", "image_dim", "control")))
+
+
+@torch.no_grad()
+def frames(raw, cfg, device):
+    """What goes into both conditions, {} for most nets: of clips raw["image"] (B, c, [F,] H, W), or as stored
+    in raw["cond"], what `seen` makes; of these clips or stored latents, without noise, first_frame
+    (B, C, 1, h, w), or condition_frames (B, C, T, h, w) and condition_mask (B, 1, T, 1, 1). A VAE of videos
+    makes a latent frame of its pixels and those before, so whole clips begin with the same ones."""
+    net = net_of(cfg["net"]) if cfg.get("net") else None
+    if net is None or len(net.x_shape) < 4:
+        return {}
+    clip = next((raw[k] for k in ("image", "moments", "latent") if k in raw), None)
+    clip = clip[:, :, None] if clip is not None and clip.dim() == 4 else clip
+    pixels = "image" in raw and bool(cfg.get("encoders"))
+    found = {k: v.to(device).float() for k, v in raw.get("cond", {}).items() if k not in TEXT_KEYS}
+    if pixels:
+        found = seen(clip, cfg, device) | found
+    if "control" in found:                              # with VACE's mask, 1 where a clip is to be made
+        control = found["control"]
+        found["control"] = F.pad(control, (0,) * 7 + (net.control - control.shape[1],), value=1.0)
+    if clip is None or not (n := given(cfg)):
+        return found
+    if pixels:
+        stride = factors(described(cfg["encoders"], cfg["offline"])[1])[1]
+        clip = moments(clip[:, :, :1 + stride * (n - 1)], cfg, device)
+    first, total = scaled(clip[:, :net.x_shape[0], :n].to(device)), net.x_shape[1]
+    if not getattr(net, "video2world", False):
+        return found | dict(first_frame=first)
+    mask = (torch.arange(total, device=device) < n).float()[:, None, None].expand(len(first), 1, -1, 1, 1)
+    return found | dict(condition_frames=F.pad(first, (0, 0, 0, 0, 0, total - n)), condition_mask=mask)
+
+
+@torch.no_grad()
+def seen(clips, cfg, device):
+    """What only pixels (B, 1 or 3, F, H, W) give: first_frame (B, C, T, h, w), the first one and then grey
+    ones, as many as the net takes; CLIP's states of that frame, image (B, N, D); control (B, 2 C, T, h, w), a
+    grey clip and the depth."""
+    net, x = net_of(cfg["net"]), scaled(clips.to(device)).expand(-1, 3, -1, -1, -1)
+    c, total, found = net.x_shape[0], shapes(cfg)[1], {}
+    grey = x.new_zeros(x[:, :, :1].shape).expand(-1, -1, total, -1, -1)
+    if getattr(net, "first", "") == "concat":
+        found["first_frame"] = moments(torch.cat([x[:, :, :1], grey[:, :, 1:]], dim=2), cfg, device)[:, :c]
+    if getattr(net, "image_dim", 0):
+        with using(cfg, device, ("image_encoder",)) as loaded:
+            found["image"] = loaded.pipe.encode_image(pictures(x[:, :, 0]), device).float()
+    if getattr(net, "control", 0):
+        if not cfg.get("depth_model"):
+            raise BadInput(f"--net {cfg['net']} needs a control; give --depth_model, a depth estimation of "
+                           "transformers, or tars of tools/encode.py")
+        parts = moments(grey[:1], cfg, device), moments(depth(x, cfg), cfg, device)
+        found["control"] = torch.cat([part[:, :c].expand(len(x), -1, -1, -1, -1) for part in parts], dim=1)
+    return found
+
+
+def pictures(x):
+    """Pixels (N, 3, H, W) in [-1, 1] as N uint8 tensors, which transformers' processors take."""
+    return [(127.5 * v + 127.5).round().byte().cpu() for v in x]
+
+
+def depth(x, cfg):
+    """Clips (B, 3, F, H, W) in [-1, 1] -> their depth by cfg["depth_model"], alike; far is -1, near 1 in each
+    clip (assumption)."""
+    model, processor = depth_model(cfg["depth_model"], cfg["offline"])
+    model, (b, _, f, *size) = model.to(x.device), x.shape
+    near = torch.cat([model(**processor(images=still, return_tensors="pt").to(x.device)).predicted_depth
+                      for still in pictures(x.transpose(1, 2).flatten(0, 1))])                  # (B F, h, w)
+    near = F.interpolate(near[:, None], size, mode="bilinear").view(b, 1, f, *size)
+    low, high = near.amin((2, 3, 4), True), near.amax((2, 3, 4), True)
+    return (2 * (near - low) / (high - low).clamp(min=1e-6) - 1).expand(-1, 3, -1, -1, -1)
+
+
+@functools.lru_cache(maxsize=1)
+def depth_model(name, offline):
+    try:
+        import transformers
+        kinds = transformers.AutoModelForDepthEstimation, transformers.AutoImageProcessor
+        model, processor = (kind.from_pretrained(name, local_files_only=offline) for kind in kinds)
+    except Exception as e:
+        raise BadInput(f"--depth_model {name} cannot be used ({' '.join(str(e).split())[:300]}); give one of "
+                       "transformers such as depth-anything/Depth-Anything-V2-Large-hf") from e
+    return model.eval().requires_grad_(False), processor
+
+
+# ---------------------------------------------------------------- texts, latents, sizes
+
 @torch.no_grad()
 def prompts(texts, cfg, device):
-    """B str -> dict of text (B, L, D), and pooled or text_mask where the pipeline has them, in its type."""
+    """B str, or names of NEGATIVE -> dict of text (B, L, D), and pooled or text_mask where the pipeline has
+    them, in its type."""
     with using(cfg, device, TEXTS) as found:
-        sd = "Diffusion" in found.kind
-        own = dict(do_classifier_free_guidance=False) if sd else dict(max_sequence_length=LENGTH)
-        text, other, *more = found.pipe.encode_prompt(list(texts), device=device, num_images_per_prompt=1,
-                                                      **own)
+        sd, texts = "Diffusion" in found.kind, [NEGATIVE.get(text, text) for text in texts]
+        own = dict(num_images_per_prompt=1) if sd else dict(max_sequence_length=KNOWN[found.kind])
+        if found.kind not in ("FluxPipeline", "QwenImagePipeline"):
+            own["do_classifier_free_guidance"] = False
+        text, other, *more = found.pipe.encode_prompt(texts, device=device, **own)
         other, key = more[0] if sd and more else other, "text_mask" if "Qwen" in found.kind else "pooled"
         return dict(text=text) if other is None else {"text": text, key: other.to(text)}
 
@@ -141,7 +277,7 @@ def cut(texts, cfg):
     found = [tokenizer for part in ("tokenizer", "tokenizer_2") if (tokenizer := getattr(pipe, part, None))]
     long = {}
     for tokenizer in found:
-        limit = min(tokenizer.model_max_length, LENGTH)
+        limit = min(tokenizer.model_max_length, KNOWN[type(pipe).__name__])
         long[limit] = sum(len(ids) > limit for ids in tokenizer(list(texts)).input_ids)
     told = [f"{n} are cut to {limit} tokens" for limit, n in long.items() if n]
     return [f"WARNING: of {len(texts)} texts looked at {', '.join(told)}"] if told else []
@@ -161,26 +297,35 @@ def negative(cfg, device):
 
 @torch.no_grad()
 def moments(x, cfg, device):
-    """Images (B, 1 or 3, H, W) -> mean and std of its latents, as the net sees them (B, 2 C, h, w)."""
+    """Pixels (B, 1 or 3, [F,] H, W) -> mean and std of their latents, as the net sees them, (B, 2 C, [T,] h,
+    w). Clips one at a time."""
     with using(cfg, device) as found:
-        x = scaled(x.to(device)).to(found.vae.dtype).expand(-1, 3, -1, -1)
-        given = found.vae.encode(x[:, :, None] if found.video else x).latent_dist
-        mean, logvar = (v[:, :, 0] if found.video else v for v in (given.mean, given.logvar))
-        shift, scale = (v.to(device) for v in found.affine)
-        return torch.cat([(mean.float() - shift) * scale, (logvar.float() / 2).exp() * scale], dim=1)
+        x = scaled(x.to(device)).expand(-1, 3, *[-1] * (x.dim() - 2))
+        parts = x.split(1 if x.dim() == 5 else len(x))
+        return torch.cat([torch.cat(to_latents(part, found), dim=1) for part in parts])
 
 
 def shapes(cfg, shape=None, kind="image"):
-    """(C, H, W) of the images that cfg["net"] is trained on; or of the x0 that a sample of a kind becomes."""
+    """(C, [F,] H, W) of the pixels that cfg["net"] is trained on; or of the x0 that a sample of a kind
+    becomes."""
     vae = described(cfg["encoders"], cfg["offline"])[1] if cfg.get("encoders") else None
-    f = 2 ** len(vae.get("temperal_downsample") or vae["block_out_channels"][1:]) if vae else 1
+    space, time = factors(vae) if vae else (1, 1)
     if shape is None:
-        with torch.device("meta"):
-            c, h, w = common.make_net(cfg["net"]).x_shape
-        return 3 if vae else c, h * f, w * f
+        c, *t, h, w = net_of(cfg["net"]).x_shape
+        return 3 if vae else c, *(time * (n - 1) + 1 for n in t), h * space, w * space
+    c, *t, h, w = shape
     if kind == "image" and vae:
-        return vae.get("latent_channels", vae.get("z_dim")), shape[1] // f, shape[2] // f
-    return shape[0] // (2 if kind == "moments" else 1), *shape[1:]
+        channels = vae.get("latent_channels", vae.get("z_dim"))
+        return channels, *((n - 1) // time + 1 for n in t), h // space, w // space
+    return c // (2 if kind == "moments" else 1), *t, h, w
+
+
+def factors(vae):
+    """How many pixels a latent is high and wide, and frames long, by the config of a VAE."""
+    if "temperal_downsample" in vae:                    # Wan's, also Qwen-Image's and Cosmos'
+        halved = vae["temperal_downsample"]
+        return 2 ** len(halved) * (vae.get("patch_size") or 1), 2 ** sum(halved)
+    return 2 ** len(vae["block_out_channels"][1:]), vae.get("temporal_compression_ratio", 1)
 
 
 @contextmanager
@@ -193,39 +338,56 @@ def speaking(name):
             library.utils.logging.set_verbosity_error(), library.utils.logging.disable_progress_bar()
         yield diffusers
     except Exception as e:
-        cure = ("pip install diffusers transformers sentencepiece" if isinstance(e, ImportError) else
+        cure = ("pip install diffusers transformers sentencepiece ftfy" if isinstance(e, ImportError) else
                 f"give the folder or hub id of one of {', '.join(KNOWN)}, or of a VAE")
         raise BadInput(f"--encoders {name} cannot be used ({' '.join(str(e).split())[:300]}); {cure}") from e
+
+
+def located(name, offline):
+    """What diffusers calls a folder, ID, or hf://ID@REVISION of the hub, and further arguments."""
+    if Path(name).is_dir():
+        return name, {}
+    name, _, revision = name.removeprefix("hf://").partition("@")
+    return name, dict(revision=revision or None, local_files_only=offline)
 
 
 @functools.lru_cache
 def described(name, offline):
     """(index of the pipeline, {} for a VAE alone; config of the VAE)."""
-    index, how = {}, dict(local_files_only=offline)
+    index, (name, how) = {}, located(name, offline)
     with speaking(name) as diffusers:
         with suppress(OSError):                         # no model_index.json
             index, how = diffusers.DiffusionPipeline.load_config(name, **how), how | dict(subfolder="vae")
-        if index.get("_class_name", KNOWN[0]) not in KNOWN:
+        if index.get("_class_name", "FluxPipeline") not in KNOWN:
             raise ValueError(f"it is a {index['_class_name']}")
         return index, diffusers.AutoencoderKL.load_config(name, **how)
 
 
 @functools.lru_cache(maxsize=1)
 def load(name, dtype, offline):
-    index, how = described(name, offline)[0], dict(dtype=DTYPES[dtype], local_files_only=offline)
+    (index, vae), (name, how) = described(name, offline), located(name, offline)
+    how["dtype"] = DTYPES[dtype]
+    kind, video = index.get("_class_name", ""), "temperal_downsample" in vae or factors(vae)[1] > 1
     with speaking(name) as diffusers, torch.random.fork_rng(devices=[]):     # weights are drawn, then read
+        if kind.startswith("Wan"):
+            import ftfy  # noqa: F401           Wan's captions are mended by it, or not at all, without a word
         if index:
-            absent = {part: None for part in ABSENT if part in index}
+            parts = (*ABSENT, "safety_checker", *["image_encoder"] * ("ImageToVideo" not in kind))
+            if "Cosmos" in kind:                        # they refuse to be built without their guardrails
+                sys.modules[getattr(diffusers, kind).__module__].CosmosSafetyChecker = lambda: None
+            if kind.startswith(("Wan", "Cosmos")):      # their VAE and CLIP, as trained, in float32
+                how["dtype"] = dict(vae=torch.float32, image_encoder=torch.float32, default=how["dtype"])
+            absent = {part: None for part in parts if part in index}
             pipe = diffusers.DiffusionPipeline.from_pretrained(name, **absent, **how)
         else:
             pipe = SimpleNamespace(vae=diffusers.AutoModel.from_pretrained(name, **how))
-    models = {part: model.eval().requires_grad_(False) for part in ("vae", *TEXTS)
+    models = {part: model.eval().requires_grad_(False) for part in ("vae", "image_encoder", *TEXTS)
               if (model := getattr(pipe, part, None))}
-    get, column = pipe.vae.config.get, lambda v: torch.tensor(v).float().reshape(-1, 1, 1)       # noqa: E731
-    shift = column(get("latents_mean") or get("shift_factor") or 0.0)       # the net: (latent - shift) scale
-    scale = get("scaling_factor", 1.0) / column(get("latents_std") or 1.0)
-    return SimpleNamespace(kind=index.get("_class_name"), pipe=pipe, vae=pipe.vae, models=models,
-                           negatives={}, affine=(shift, scale), video=get("temperal_downsample") is not None)
+    get, row = pipe.vae.config.get, lambda v: torch.tensor(v).float().reshape(-1)                # noqa: E731
+    shift = row(get("latents_mean") or get("shift_factor") or 0.0)          # the net: (latent - shift) scale
+    scale = get("scaling_factor", 1.0) / row(get("latents_std") or 1.0)
+    return SimpleNamespace(kind=kind, pipe=pipe, vae=pipe.vae, models=models, negatives={}, video=video,
+                           affine=(shift, scale))
 
 
 @contextmanager

@@ -20,7 +20,9 @@ TINY = dict(
     sd=dict(x_shape=(4, 8, 8), width=16, layers=1, groups=4, text_dim=12),
     flux=dict(x_shape=(16, 8, 8), dim=32, heads=2, axes=(4, 6, 6), text_dim=12, pooled_dim=5),
     qwen_image=dict(x_shape=(16, 8, 8), dim=32, heads=2, axes=(4, 6, 6), text_dim=12),
-    wan=dict(x_shape=(16, 6, 8, 8), depth=2, dim=24, heads=2, hidden=32, text_dim=12),
+    wan=dict(x_shape=(16, 6, 4, 4), dim=24, heads=2, hidden=32, text_dim=12), i2v_14b=dict(image_dim=10),
+    cogvideox=dict(x_shape=(16, 2, 4, 4), dim=32, heads=2, time_dim=16, text_dim=12),
+    cosmos_predict2=dict(x_shape=(16, 2, 4, 4), dim=32, heads=2, rank=8, text_dim=12, text_proj=8),
     sd15=dict(heads=(2, 2, 4, 4)), sdxl=dict(heads=(2, 2, 4), depths=(0, 1, 2), pooled_dim=6, id_dim=4))
 ALL = presets.names()
 
@@ -39,12 +41,20 @@ def shrunk(method, cfg):
     return cfg, nets, random_batch(nets["student"], cfg)
 
 def random_batch(net, cfg, n=4):
-    """What encode gives: labels, text, augmentation and a teacher's states, as net and config have them."""
+    """What encode gives: labels, text, augmentation, what a video net looks at and a teacher's states, as net
+    and config have them."""
     draw = lambda *shape: torch.randn(n, *shape)
+    (c, *size), kind = net.x_shape, getattr(net, "first", "")
+    seen = dict(first_frame=draw(c, 1 if kind == "replace" else size[0], *size[1:])) if kind else {}
+    seen |= dict(image=draw(3, net.image_dim)) if getattr(net, "image_dim", 0) else {}
+    seen |= dict(control=draw(net.control, *size)) if getattr(net, "control", 0) else {}
+    if cfg["given_frames"]:
+        mask = (torch.arange(size[0]) < cfg["given_frames"]).float().view(-1, 1, 1)
+        seen |= dict(condition_frames=draw(c, *size), condition_mask=mask.expand(n, 1, -1, 1, 1))
     def cond(label):
         sizes = dict(text=(5, getattr(net, "text_dim", 0)), pooled=(getattr(net, "pooled_dim", 0),),
                      augment=(augment.dim(cfg),))
-        return {k: draw(*size) for k, size in sizes.items() if size[-1]} | dict(label=label)
+        return {k: draw(*size) for k, size in sizes.items() if size[-1]} | seen | dict(label=label)
     none, path_t = torch.full((n,), -1), torch.tensor(cfg.get("t_list", ()), dtype=torch.float64)
     return dict(x0=draw(*net.x_shape), cond=cond(torch.arange(n) if cfg["classes"] else none),
                 uncond=cond(none), path=draw(len(path_t), *net.x_shape), path_t=path_t)

@@ -3,13 +3,15 @@
     torchrun --nproc_per_node 8 tools/encode.py --net sd:sdxl --data "laion/{00000..00099}.tar"
         --encoders stabilityai/stable-diffusion-xl-base-1.0 --data_filter "aesthetic>=5.5" --out encoded/laion
 
+or videos, --net wan:i2v_14b --data clips --data_fps 16 --encoders Wan-AI/Wan2.1-I2V-14B-480P-Diffusers,
 or, by classes, --net dit:dit_xl2 --data imagenet (folders) --encoders stabilityai/sd-vae-ft-mse --out latents
 
-It takes all keys of the trainer. Images are cut to what --net is trained on. FOLDER gets meta.json (what made
-it; other settings are refused), uncond.safetensors (of --negative_prompt) and 0000000.tar, ... with
-KEY.moments.npy (2 C, H, W), mean and std in the net's space, KEY.cond.safetensors, text (L, D) and pooled,
-KEY.txt, KEY.cls. Rank r makes tars r, r + ranks, ... Given again it makes what is missing or, by the checksum
-in 0000000.crc, damaged (a tar is read into memory for that).
+It takes all keys of the trainer. Images and clips are cut to what --net is trained on. FOLDER gets meta.json
+(what made it; other settings are refused), uncond.safetensors (of --negative_prompt) and 0000000.tar, ...
+with KEY.moments.npy (2 C, [F,] H, W), mean and std in the net's space, KEY.cond.safetensors, text (L, D),
+pooled and what the net sees of a clip (encoders.seen), KEY.txt, KEY.cls. Rank r makes tars r, r + ranks, ...
+Given again it makes what is missing or, by the checksum in 0000000.crc, damaged (a tar is read into memory
+for that).
 """
 import io
 import json
@@ -29,14 +31,14 @@ from nets import encoders  # noqa: E402
 config = dict(
     out="",                          # folder
     shard=1000,                      # samples of a tar
-    dtype="float16",                 # of moments: float16, float32
+    dtype="float16",                 # of all but texts: float16, float32
     batch_size=8)                    # samples encoded at once
 
 
 def packed(part, j):
     """Bytes of sample j of a condition, without its padding."""
     n = int(part["text_mask"][j].sum()) if "text_mask" in part else None
-    own = dict(text=part["text"][j, :n]) | ({"pooled": part["pooled"][j]} if "pooled" in part else {})
+    own = {k: v[j, :n] if k == "text" else v[j] for k, v in part.items() if k != "text_mask"}
     return safetensors.torch.save({k: v.cpu().contiguous() for k, v in own.items()})
 
 
@@ -45,9 +47,13 @@ def write(f, found, cfg, ids, device):
     with data.webdataset().TarWriter(f, encoder=False, mtime=0) as tar:
         for part in (ids[i:i + cfg["batch_size"]] for i in range(0, len(ids), cfg["batch_size"])):
             images, labels = zip(*(found.get(i) for i in part))
-            moments = encoders.moments(torch.from_numpy(np.stack(images)), cfg, device)
+            images = torch.from_numpy(np.stack(images))
+            moments = encoders.moments(images, cfg, device)
             captions = found.texts(part)["caption"] if hasattr(found, "texts") else ()
-            cond = encoders.prompts(captions, cfg, device) if captions else None
+            cond = encoders.prompts(captions, cfg, device) if captions else {}
+            if captions and images.dim() == 5:
+                seen = encoders.seen(images, cfg, device)
+                cond |= {k: v.to(getattr(torch, cfg["dtype"])) for k, v in seen.items()}
             for j, i in enumerate(part):
                 np.save(content := io.BytesIO(), moments[j].cpu().numpy().astype(cfg["dtype"]))
                 text = {"txt": captions[j].encode(), "cond.safetensors": packed(cond, j)} if captions else {}
@@ -65,7 +71,8 @@ def main(argv):
     common.known("--dtype", cfg["dtype"], ("float16", "float32"))
     if not cfg["encoders"] or not cfg["out"] or found.kind != "image" or cfg["shard"] < 1:
         raise common.BadInput("give --out, --encoders, --data of images, and --shard of at least 1")
-    kept = ("net", "encoders", "encoder_dtype", "negative_prompt", "shard", "dtype")
+    kept = ("net", "encoders", "encoder_dtype", "negative_prompt", "shard", "dtype", "data_fps",
+            "depth_model")
     about = json.dumps(startup.fingerprint(cfg, found) | {k: cfg[k] for k in kept}).encode()
 
     def open_folder():

@@ -49,7 +49,7 @@ def main(argv):
     if args.steps:
         sys.path.insert(0, str(ROOT / "tests"))
         import test_recipes
-    print(f"{'method':9} {'preset':19} {'net':32} student M  nets M | weights grads moments   ema = GB, "
+    print(f"{'method':12} {'preset':19} {'net':32} student M  nets M | weights grads moments   ema = GB, "
           f"{args.ranks} ranks")
     for name, preset in every:
         if not args.presets or {name, f"{name}/{preset}"} & {*args.presets}:
@@ -58,7 +58,7 @@ def main(argv):
                               for some in ([nets["student"]], nets.values()))
             gb = logs.state_gb(cfg, nets, args.ranks)
             steps = test_recipes.steps(method, *test_recipes.shrunk(method, cfg)) if args.steps else ()
-            print(f"{name:9} {preset:19} {cfg['net'].partition(',')[0]:32} {student:9.1f} {total:7.0f} | "
+            print(f"{name:12} {preset:19} {cfg['net'].partition(',')[0]:32} {student:9.1f} {total:7.0f} | "
                   f"{' '.join(f'{v:6.2f}' for v in gb.values())} = {sum(gb.values()):.1f}",
                   *(f"{phase} {ms:.0f} ms" for phase, ms, *_ in steps), sep="  ", flush=True)
 
