@@ -82,11 +82,16 @@ def load(cfg, split="train"):
         return Tars(tars, cfg, split)
     path, url = files.place(source), "://" in source
     if not url and not os.path.exists(path):
-        make = "" if path.suffix else f" (`torchrun tools/make_pairs.py --out {source}` makes some)"
+        net = cfg.get("net", "edm:digits")
+        of = "" if net == "edm:digits" else f" --net {net} --data DATA --teacher PATH"
+        make = "" if path.suffix else f" (`torchrun tools/make_pairs.py{of} --out {source}` makes some)"
         raise BadInput(f"--{key} {source} does not exist; give a folder of images or clips, a .zip, .npz, "
                        f".tar, digits or pairs{make}")
     if url or pairs_meta(path):
         return Pairs(path, cfg, split)
+    for stray in ("data_keys", "data_uncond", "data_ignore", "data_filter") if key == "data" else ():
+        if cfg.get(stray):
+            raise BadInput(f"--{stray} is of tars, and --data {source} holds none; leave it out")
     read = folder if path.is_dir() else {".zip": archive, ".npz": npz}.get(path.suffix)
     if read is None:
         raise BadInput(f"--{key} {source} is neither a folder, a .zip, an .npz nor digits")
@@ -97,7 +102,12 @@ def load(cfg, split="train"):
     if images.shape[0] not in (1, 3):
         images.kind, scale = latent_kind(images, cfg), np.float32(cfg["data_scale"])
         images.read = lambda name: scale * get(name)
-    if path.is_dir() and any((path / name).with_suffix(".txt").exists() for name in names):
+    written = {p.with_suffix("") for p in path.rglob("*.txt")} if path.is_dir() else ()
+    bare = [name for name in names if written and (path / name).with_suffix("") not in written]
+    if written and len(bare) < len(names):
+        if bare:
+            raise BadInput(f"{path}: {len(bare)} of {len(names)} images have no caption, such as "
+                           f"{Path(bare[0]).with_suffix('.txt')}; write it, an empty file for no text")
         images.texts = lambda ids: dict(caption=[caption(path / names[i]) for i in ids])
     return images
 
@@ -348,6 +358,10 @@ class Pairs(Images):
             raise BadInput(f"{path}: the noise has a standard deviation of {std:.3g}, not {sigma:.3g} as at "
                            f"t = {t[0]:g}; states are stored as nets see them, sigma z: make the pairs anew")
         held, self.about = max(n // 20, 1), dict(pairs_of=self.meta["data"])
+        if self.meta.get("texts"):                      # they stay in the data that the pairs were made of
+            source = load(cfg | dict(data=self.meta["data"], val_data="", xflip=False, augment=0.0))
+            order = indices(self.meta["seed"], range(n), len(source))
+            self.texts = lambda ids: source.texts(order[[self.names[i] for i in ids]])
         ids = range(n - held) if split == "train" else range(n - held, n)
         super().__init__(path, ids, lambda i: self.row(i)[-1], label and label[ids.start:ids.stop],
                          self.meta["classes"] if classes < 0 else classes, split)
@@ -403,7 +417,12 @@ def tar_files(source):
     path = os.path.expanduser(source)
     if path.endswith(".tar") and "://" not in path:
         return [Path(p) for p in webdataset().shardlists.expand_urls(path)]
-    return sorted(Path(path).glob("*.tar")) if os.path.isdir(path) else []
+    found = sorted(Path(path).glob("*.tar")) if os.path.isdir(path) else []
+    made = json.loads(files.read(Path(path, "meta.json")) or b"{}") if found else {}    # tools/encode.py's
+    if {"samples", "shard"} <= made.keys() and len(found) < -(-made["samples"] // made["shard"]):
+        raise BadInput(f"{path} holds {len(found)} tars, too few for the {made['samples']} samples in its "
+                       f"meta.json; the command that made it makes the rest")
+    return found
 
 
 def value(name, content, clip=None):
@@ -437,12 +456,18 @@ class Tars(Images):
         if None in tests or own.keys() - MEMBERS:
             raise BadInput(f"--data_filter {cfg['data_filter']} are field>=5 ({' '.join(COMPARE)}), "
                            f"--data_keys {cfg['data_keys']} kind=member, kinds {', '.join(MEMBERS)}")
-        ignored = set(Path(cfg["data_ignore"]).read_text().split("\n")) if cfg.get("data_ignore") else set()
+        ignored = set()
+        if cfg.get("data_ignore"):
+            with reading(f"--data_ignore {cfg['data_ignore']}"):
+                ignored = set(Path(cfg["data_ignore"]).read_text().split("\n"))
         keys, kinds, self.samples, self.clip = own or MEMBERS, tuple(own), [], pixels(cfg)[1]
         for tar in tars:
             with reading(tar), tarfile.open(tar, "r:") as f:            # reads the headers alone
                 every = list(webdataset().tariterators.group_by_keys(
                     dict(fname=m.name, data=(m.offset_data, m.size), __url__="") for m in f if m.isfile()))
+                f.fileobj.seek(f.offset)                # of what is cut at a header tarfile says nothing
+                if f.fileobj.read(512) != bytes(512):
+                    raise BadInput(f"{tar} is cut off behind {len(every)} samples; replace it")
             for members in every:
                 if {key := members["__key__"], f"{tar.name}:{key}"} & ignored:
                     continue
@@ -454,6 +479,8 @@ class Tars(Images):
                 sample = tar, key, {k: (names[k], *members[names[k]]) for k in kinds}
                 if all(holds(self.member(sample, "json"), *test.groups()) for test in tests):
                     self.samples.append(sample)
+        if not self.samples:
+            raise BadInput(f"{folder}: --data_filter and --data_ignore leave no sample of {len(tars)} tars")
         self.kinds, self.about = kinds, dict(kinds=list(kinds))
         self.kind = next((k for k in ("latent", "moments") if k in kinds), "image")
         self.size = encoders.shapes(cfg) if self.kind == "image" and cfg.get("net") else None

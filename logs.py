@@ -197,7 +197,9 @@ def data_line(cfg, dataset, net, device):
     std = encoders.encode(raw, cfg, device)["x0"].std().item()
     return (f"data {cfg['data']}: {len(dataset):,} samples of {tuple(dataset.shape)}, "
             f"{dataset.classes} classes, std {std:.3f}" +
-            (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else ""))
+            (f" (the net assumes {net.sigma_data})" if hasattr(net, "sigma_data") else "") +
+            ("\nWARNING: latents should spread by about 1; raw ones of Stable Diffusion's VAE need "
+             "--data_scale 0.18215" if dataset.kind != "image" and not 0.3 < std < 3 else ""))
 
 
 def describe(cfg, nets, trainable, opts, names, plan, world, start, changed):

@@ -34,7 +34,7 @@ from nets import encoders
 CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp", "fsdp"), resume=("auto", "force", ""),
                wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"),
                device=("", "cuda", "mps", "cpu"), encoder_dtype=("", "bf16"))
-LEAST = dict(batch_size=1, accum=1, val_batches=1, steps=1, classes=-1)
+LEAST = dict(data_scale=1e-9, batch_size=1, accum=1, val_batches=1, steps=1, classes=-1)
 MOST = dict(augment=1, max_iter=9_999_999)              # N.pth has seven digits
 
 
@@ -42,6 +42,8 @@ def plan(method, cfg, world, local, defaults):
     """What a run is made of, after all checks of it: device, data sets, nets (on the meta device), names of
     their trainable parameters, init's sources, turns of each phase, folder. Sets cfg["classes"]."""
     check(cfg, world, defaults)
+    if cfg["offline"]:
+        os.environ["HF_HUB_OFFLINE"] = "1"              # read where the hub's client is imported first
     watch.profile_window(cfg)
     watch.deterministic(cfg["deterministic"])
     device = pick_device(cfg, local)
@@ -121,12 +123,12 @@ def check_nets(method, cfg, nets, defaults, texts):
     if "student" not in nets:
         raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
                        f"named student")
-    if cfg["augment"] and getattr(nets["student"], "augment_dim", None) == 0:
+    if cfg["augment"] and not getattr(nets["student"], "augment_dim", 0):
         raise BadInput(f"--augment {cfg['augment']}: nets of {method.path.stem} take no labels of what was "
                        f"augmented and would make such samples; leave it out")
     if cfg["guidance"] not in (0, 1) and not cfg["classes"] and not texts:
-        raise BadInput(f"--guidance {cfg['guidance']} needs classes to guide by, and there are none; use "
-                       f"--guidance 1")
+        raise BadInput(f"--guidance {cfg['guidance']} needs classes or captions (NAME.txt beside an image) "
+                       f"to guide by, and --data {cfg['data']} has none; use --guidance 1")
     for label, changes in val_settings(cfg)[1:]:
         with torch.device("meta"):
             others = method.build(cfg | changes)

@@ -56,6 +56,7 @@ def encode(raw, cfg, device):
     clean = cond.get("condition_frames", cond.get("first_frame"))
     if clean is not None and (n := given(cfg)):
         x0 = torch.cat([clean[:, :, :n], x0[:, :, n:]], dim=2)
+    x0 = x0.contiguous()                                # forward-mode GroupNorm takes no channels-last
     batch = dict(x0=x0, cond=cond, uncond=uncond, id=put(raw["id"]))
     if "path" in raw:
         batch["path"] = put(raw["path"])

@@ -114,7 +114,8 @@ class Net(nn.Module):
         for key, width in widths.items():
             found = f"has {key} of shape {tuple(cond[key].shape)}" if key in cond else f"holds {sorted(cond)}"
             if key not in cond or cond[key].shape[-1] != width:
-                raise BadInput(f"{type(self).__name__} needs {key} of width {width} in cond, which {found}")
+                raise BadInput(f"{type(self).__name__} needs {key} of width {width} in cond, which {found}; "
+                               f"are there captions, and --encoders?")
         return [cond[key] for key in widths]
 
     def need_frames(self, cond, key, channels, start, x):

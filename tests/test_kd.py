@@ -95,7 +95,8 @@ def test_pairs_that_are_not_the_students_are_one_sentence(outputs):
     method, cfg = setup("kd")
     for changes, word in (
             (dict(data="digits"), "tools/make_pairs.py --net toy:tiny"),
-            (dict(data="nowhere"), "make_pairs.py --out nowhere"), (dict(guidance=2.0), "guidance 1.0"),
+            (dict(data="nowhere"), "make_pairs.py --net toy:tiny --data DATA --teacher PATH --out nowhere"),
+            (dict(guidance=2.0), "guidance 1.0"),
             (dict(val_every=5, val_data="digits"), "kd trains on pairs"), (dict(xflip=True), "--xflip"),
             (dict(net="toy:tiny,schedule=rf,pred=flow", t_list=(0.9,)), "schedule edm, this run has rf"),
             (dict(val_settings=("steps=2;t_list=80,3",)), "80.0, 3.0"), (dict(steps=5), "--steps 5"),

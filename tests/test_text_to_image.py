@@ -27,7 +27,7 @@ diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("webdataset")
 sys.path.insert(0, str(trainer.ROOT / "tools"))
-import encode, export  # noqa: E401, E402
+import encode, export, make_pairs  # noqa: E401, E402
 
 WORDS = "a b c cat dog red blue on the mat".split()
 CHANNELS = dict(sd15=4, sdxl=4, flux=8, qwen=8)         # of latents; all are 8 pixels high and wide
@@ -194,6 +194,9 @@ def test_training_data_are_the_same_encoded_in_the_loop_or_before(made, tmp_path
     precompute(made, tmp_path)
     assert [shard.read_bytes() for shard in shards] == before and shards[0].stat().st_mtime_ns == stamp
     run.refused(precompute, made, tmp_path, "--negative_prompt=dog", says=["made otherwise"])
+    shards[1].rename(tmp_path / "away")
+    run.refused(data.load, settings(made, data=str(tmp_path)), says=["2 tars, too few for the 8 samples"])
+    (tmp_path / "away").rename(shards[1])
     batches = []
     for cfg in settings(made, guidance=3.0), settings(made, guidance=3.0, encoders="", data=str(tmp_path)):
         loader = data.Loader(data.load(cfg), cfg, start_it=1)
@@ -267,6 +270,24 @@ def test_dmd2_trains_resumes_samples_as_the_pipeline_and_exports_from_captions_a
     got = official(type(pipe)(**pipe.components | {part: other}), told * 3, negative, z)
     assert near(own, got, 1e-5 * got.abs().max()) and not near(own, want, 1e-3 * want.abs().max())
 
+@pytest.mark.parametrize("made", ["sdxl"], indirect=True)
+def test_pairs_keep_the_texts_of_tars_and_forward_mode_runs_behind_the_vae(made, tmp_path, outputs):
+    precompute(made, tmp_path / "tars")
+    pairs, common_ = str(tmp_path / "pairs"), dict(max_iter=1, sample_every=0, val_every=0, t_list=())
+    args = [f"--net={NETS['sdxl']}", f"--teacher={made[2]}", f"--out={pairs}", "--pairs=20",
+            "--path_t=0.9,0.5"]
+    run.refused(make_pairs.main, [*args, f"--data={made[3]}"], says=["tools/encode.py"])
+    make_pairs.main([*args, f"--data={tmp_path}/tars", "--steps=3", "--guidance=2"])
+    cfg = settings(made, data=pairs, encoders="", guidance=2.0)
+    found, source = data.load(cfg), data.load(cfg | dict(data=f"{tmp_path}/tars"))
+    order = data.indices(0, range(20), 8)
+    assert torch.equal(found.texts([3, 7])["cond"]["text"], source.texts(order[[3, 7]])["cond"]["text"])
+    kd, flow = run.load("kd"), run.load("mean_flow")
+    cfg = cfg | common_ | dict(teacher=made[2], steps=2)
+    run.run(kd, trainer.defaults | kd.config | cfg | dict(name="kd", t_list=(0.9, 0.5)))
+    cfg = settings(made, guidance=1.0, teacher="", distill=False) | common_
+    run.run(flow, trainer.defaults | flow.config | cfg | dict(name="flow"))
+
 def test_tars_are_mapped_filtered_and_refused(made, tmp_path):
     keys = "image=jpg;png", "caption=txt", "json=json"
     cfg = settings(made, data_filter=("score>=2", "split==a"), data_keys=keys)
@@ -274,11 +295,18 @@ def test_tars_are_mapped_filtered_and_refused(made, tmp_path):
     assert len(data.load(cfg)) == 3 and len(data.load(cfg | dict(data_ignore=str(tmp_path / "ignored")))) == 2
     found = data.load(cfg)
     assert found.shape == (3, 16, 16) and len(found.texts([0, 1])["caption"][1].split()) == 5
-    (tmp_path / "cut.tar").write_bytes(made[3].read_bytes()[:1500])
+    with tarfile.open(made[3]) as tar:
+        last = tar.getmembers()[-1].offset
+    for name, end in ("cut", 1500), ("less", last + 100):           # in a file, in a header
+        (tmp_path / f"{name}.tar").write_bytes(made[3].read_bytes()[:end])
     for changes, word in ((dict(data_keys=("image=tiff",)), "some/000"),
                           (dict(data_filter=("score",)), "score"),
                           (dict(data_keys=("picture=png",)), "picture"),
-                          (dict(data=str(tmp_path / "cut.tar")), "cut.tar")):
+                          (dict(data=str(tmp_path / "cut.tar")), "cut.tar"),
+                          (dict(data=str(tmp_path / "less.tar")), "less.tar is cut off behind 8 samples"),
+                          (dict(data_filter=("score>9",)), "--data_filter"),
+                          (dict(data_ignore="nowhere"), "--data_ignore nowhere"),
+                          (dict(data=str(trainer.ROOT / "assets")), "--data_keys is of tars")):
         run.refused(data.load, cfg | changes, says=[word])
     run.refused(encoders.prompts, ["a"], cfg | dict(encoders=str(tmp_path)), "cpu", says=["--encoders"])
 

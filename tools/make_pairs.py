@@ -7,7 +7,8 @@
 Labels are the data's, shuffled by the seed, and the noise of pair i is a function of (seed, i), none that
 sample.py or evaluate.py draw. The ODE starts from sigma z at the first time of --path_t; the others
 are taken into the solver's grid. A causal net (--net FAMILY:SIZE,chunk=2) makes the pairs of
-methods/causal_kd.py: each chunk of a clip after the data's clean chunks before it. FOLDER (or a URL) gets
+methods/causal_kd.py: each chunk of a clip after the data's clean chunks before it. Texts are those of the
+tars that tools/encode.py made, and are read there again in training. FOLDER (or a URL) gets
 
     meta.json      what made them: teacher's checksum, schedule, solver, steps, guidance, times, seed, labels
     0000000.npy    --shard pairs, float32 (pairs, times + 1, C, [F,] H, W): x_t at each time, so the noise is
@@ -40,11 +41,12 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
 
 
 @torch.no_grad()
-def solve(net, meta, ids, device, clips=None):
+def solve(net, meta, ids, device, clips=None, texts={}):
     """Pairs `ids`, float32 (len(ids), times + 1, C, [F,] H, W): the states at the times of the path, then x0.
-    clips (len(ids), C, F, H, W): the data's, of which a causal net sees the chunks before its own."""
+    clips (len(ids), C, F, H, W): the data's, of which a causal net sees the chunks before its own. texts: as
+    encoders.conditions takes them."""
     labels = [meta["labels"][i] if meta["labels"] else -1 for i in ids]
-    cond, uncond = encoders.conditions(labels, meta, device)
+    cond, uncond = encoders.conditions(labels, meta, device, texts)
     z = common.noise_fn(common.hash_seed("pairs", meta["seed"]), ids, meta["shape"], device)(0)
     z = z.to(common.t_like(0, z))                       # float64, as EDM's sampler keeps its state
     guidance, at = meta["guidance"], [t for t in meta["path_t"] if t]
@@ -117,7 +119,7 @@ def main(argv):
     if args.pairs < 2 or min(args.shard, args.batch) < 1:
         raise common.BadInput(f"--pairs {args.pairs} must be at least 2, --shard {args.shard} and --batch "
                               f"{args.batch} at least 1")
-    found = data.load(dict(data=args.data))
+    found = data.load(trainer.defaults | dict(data=args.data, net=args.net))
     source = ckpt.resolve(args.teacher)
     with torch.device("meta"):
         model = dict(teacher=common.make_net(args.net, label_dim=found.classes))
@@ -133,11 +135,16 @@ def main(argv):
     order = data.indices(args.seed, range(args.pairs), len(found))
     labels = found.label[order].tolist() if found.classes else None
     causal = dict(chunk=net.chunk, path_t=[*path_t, 0.0]) if getattr(net, "chunk", 0) else {}
+    told = (lambda ids: found.texts(order[list(ids)])) if hasattr(found, "texts") else lambda ids: {}
+    if "caption" in told([0]) and "cond" not in told([0]):
+        raise common.BadInput(f"--data {args.data} has captions, no embeddings; make these first: torchrun "
+                              f"tools/encode.py --net {args.net} --data {args.data} --out FOLDER ...")
     clip = lambda i: encoders.scaled(torch.from_numpy(np.array(found.get(order[i])[0])))        # noqa: E731
     same = ("pairs", "shard", "seed", "net", "data", "steps", "solver", "guidance")
     meta = {k: getattr(args, k) for k in same} | dict(
         path_t=path_t, schedule=net.schedule, shape=list(net.x_shape), classes=found.classes, labels=labels,
-        teacher=args.teacher, weights={k: source[k] for k in ("entry", "size", "crc")}) | causal
+        teacher=args.teacher, weights={k: source[k] for k in ("entry", "size", "crc")}) | causal | (
+            dict(texts=True) if hasattr(found, "texts") else {})
     common.on_rank0(lambda: write_meta(folder, meta), group)
     todo = common.from_rank0(missing(folder, meta) if rank == 0 else None, group)
 
@@ -147,7 +154,8 @@ def main(argv):
         ids = range(k * args.shard, min((k + 1) * args.shard, args.pairs))
         batches = [ids[i:i + args.batch] for i in range(0, len(ids), args.batch)]
         clips = [torch.stack([*map(clip, some)]) if causal else None for some in batches]
-        rows = np.concatenate([solve(net, meta, some, device, c) for some, c in zip(batches, clips)])
+        rows = np.concatenate([solve(net, meta, some, device, c, told(some))
+                               for some, c in zip(batches, clips)])
         files.write(folder / f"{k:07d}.npy", lambda f: np.save(f, rows))
         if rank == 0:
             print(f"{done}/{len(mine)} files, {time.time() - began:.0f} s", flush=True)
