@@ -102,7 +102,8 @@ def load(cfg, split="train"):
     if images.shape[0] not in (1, 3):
         images.kind, scale = latent_kind(images, cfg), np.float32(cfg["data_scale"])
         images.read = lambda name: scale * get(name)
-    written = {p.with_suffix("") for p in path.rglob("*.txt")} if path.is_dir() else ()
+    written = {Path(where, name[:-4]) for where, _, found in os.walk(path, followlinks=True)
+               for name in found if name.endswith(".txt")}
     bare = [name for name in names if written and (path / name).with_suffix("") not in written]
     if written and len(bare) < len(names):
         if bare:
