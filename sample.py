@@ -3,13 +3,12 @@
     python sample.py outputs/fewstep/digits/dmd2            a sheet, samples/0005400_ema_1.png of the run
     python sample.py RUN --net teacher --classes 3 --seeds 0-15 --guidance 2 --out threes.png
     torchrun --nproc_per_node 8 sample.py RUN --seeds 0-49999 --batch 250 --out FOLDER   a PNG per sample
-    python sample.py RUN --prompts prompts.txt --seeds 0-31         a line a prompt; four seeds each of eight,
-                                                                    a sheet of its own for other prompts
+    python sample.py RUN --prompts prompts.txt --seeds 0-31         a line a prompt; four seeds each of eight
 
 Sample s has the class classes[s % len(classes)], or the prompt prompts[s % len(prompts)]. It depends on s,
 these and the weights alone (to 1e-5, in float32), not on the batch or rank that draws it; of ten classes 0-79
 are the trainer's grid. The run's own method.py samples, with the checkpoint's config. PNGs carry run,
-checkpoint, net, seed, ... as text.
+checkpoint, net, seed, ... as text. A sheet of other prompts, guidance or negative has another name.
 """
 import argparse
 import copy
@@ -155,7 +154,7 @@ def read_prompts(text):
     file = files.place(text) if len(text) < 200 else None
     found = files.read(file) if file is not None and files.exists(file) else None
     if found is None and (text.endswith(".txt") or "/" in text and " " not in text):
-        raise BadInput(f"--prompts {text} does not exist; give a file with a prompt a line, or a text")
+        raise BadInput(f"--prompts {text} does not exist; give a file, a prompt a line, or a text of words")
     try:
         lines = (text if found is None else found.decode()).splitlines()
     except UnicodeDecodeError as e:

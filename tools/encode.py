@@ -7,8 +7,8 @@ or videos, --net wan:i2v_14b --data clips --data_fps 16 --encoders Wan-AI/Wan2.1
 or, by classes, --net dit:dit_xl2 --data imagenet (folders) --encoders stabilityai/sd-vae-ft-mse --out latents
 
 It takes all keys of the trainer. Images and clips are cut to what --net is trained on. FOLDER gets meta.json
-(what made it; other settings or captions are refused), uncond.safetensors (of --negative_prompt) and 0000000.tar, ...
-with KEY.moments.npy (2 C, [F,] H, W), mean and std in the net's space, KEY.cond.safetensors, text (L, D),
+(what made it; other settings or captions are refused), uncond.safetensors (of --negative_prompt), 0000000.tar
+... with KEY.moments.npy (2 C, [F,] H, W), mean and std in the net's space, KEY.cond.safetensors, text (L, D),
 pooled and what the net sees of a clip (encoders.seen), KEY.txt, KEY.cls. Rank r makes tars r, r + ranks, ...
 Given again it makes what is missing or, by the checksum in 0000000.crc, damaged (a tar is read into memory
 for that).

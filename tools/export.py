@@ -27,6 +27,7 @@ def write_folder(out, held, state, source):
     """held (weights by our names) as a folder of safetensors under the public names; state: the record."""
     from safetensors.torch import save
     cfg = state["config"]
+    config = public_config(cfg, state["sources"])
     with torch.device("meta"):
         model = common.make_net(cfg["net"], label_dim=cfg.get("classes"))
     ours = fill.theirs(model, next(iter(getattr(model, "layouts", {"": ()}))))
@@ -51,11 +52,10 @@ def write_folder(out, held, state, source):
         total = sum(v.nbytes for v in held.values())
         texts[f"{base}.safetensors.index.json"] = json.dumps(
             dict(metadata=dict(total_size=total), weight_map=where), indent=1)
-    if (config := public_config(cfg, state["sources"])) is not None:
-        texts["config.json"] = config
+    texts |= {"config.json": config} if config else {}
     for name, text in texts.items():
         files.write(out / name, lambda f: f.write(text.encode()))                               # noqa: B023
-    if config is None:
+    if not config:
         print(f"{out} has no config.json, as none is where the teacher came from; copy the public model's")
 
 
@@ -65,11 +65,11 @@ def public_config(cfg, sources):
     for _ in range(9):
         teacher = sources.get(cfg.get("teacher"))
         at = ckpt.find(teacher["file"]) if teacher else None
-        if at is None:
-            return None
         if isinstance(at, Path) and at.is_dir():
             file = next(iter(ckpt.weight_files(at, teacher["entry"])), at).parent / "config.json"
             return file.read_text() if file.exists() else None
+        if at is None or teacher["it"] < 0:             # gone, or weights that say nothing of where from
+            return None
         cfg = json.loads(files.read(at.parent.parent / "config.json") or b"{}")
         sources = cfg.get("sources", {})
 
