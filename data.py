@@ -490,6 +490,13 @@ class Tars(Images):
         file = Path(cfg.get("data_uncond") or folder / "uncond.safetensors")
         with reading(file):
             blank = value(file.name, file.read_bytes()) if cfg.get("data_uncond") or file.exists() else {}
+        asked, stored = cfg.get("negative_prompt"), blank and {"cond", "text"} & {*kinds}
+        if asked and stored and not cfg.get("data_uncond"):
+            with reading(folder / "meta.json"):
+                made = json.loads(files.read(folder / "meta.json") or b"{}").get("negative_prompt", "")
+            if asked != made:
+                raise BadInput(f"--negative_prompt {asked!r} is for encoders, {folder} holds that of {made!r}"
+                               "; give --data_uncond FILE, or encode the data with that prompt")
         blank = dict(text=blank) if torch.is_tensor(blank) else blank
         self.uncond = {k: v[None] for k, v in blank.items()}                    # (1, L, D), ...
         label = [self.member(sample, "label") for sample in self.samples] if "label" in kinds else None

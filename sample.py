@@ -8,11 +8,12 @@
 Sample s has the class classes[s % len(classes)], or the prompt prompts[s % len(prompts)]. It depends on s,
 these and the weights alone (to 1e-5, in float32), not on the batch or rank that draws it; of ten classes 0-79
 are the trainer's grid. The run's own method.py samples, with the checkpoint's config. PNGs carry run,
-checkpoint, net, seed, ... as text.
+checkpoint, net, seed, ... as text. A sheet of other prompts, guidance or negative has another name.
 """
 import argparse
 import copy
 import re
+import zlib
 from types import SimpleNamespace
 
 import torch
@@ -64,8 +65,8 @@ def load_run(folder, it=None, guidance=None, say=print):
         cfg["guidance"] = common.number("--guidance", guidance)
     students = [*state["emas"], "student"]
     names = dict.fromkeys(students + [n for n, net in nets.items() if hasattr(net, "x_shape")])
-    return SimpleNamespace(folder=folder, it=it, state=state, cfg=cfg, guidance=guidance, method=method,
-                           nets=nets, students=students, names=names)
+    return SimpleNamespace(folder=folder, it=it, state=state, cfg=cfg, guidance=guidance, negative=None,
+                           method=method, nets=nets, students=students, names=names)
 
 
 def pick_net(run, name):
@@ -120,6 +121,9 @@ def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=
         if run.guidance is not None and "guidance" not in run.cfg.read:
             raise BadInput(f"--guidance {run.guidance:g} changes nothing for {name}: the sampler of "
                            f"{run.state['method']} does not use it; leave it out, or give --net teacher")
+        if run.negative is not None and ("guidance" not in run.cfg.read or run.cfg["guidance"] == 1):
+            raise BadInput(f"--negative {run.negative!r} changes nothing for {name}, which nothing guides; "
+                           f"leave it out, or give --net teacher and --guidance above 1")
         yield i, c, x0.float().cpu()
 
 
@@ -148,8 +152,14 @@ def numbers(flag, text, limit):
 def read_prompts(text):
     """The lines of a file that are not empty, or the text itself."""
     file = files.place(text) if len(text) < 200 else None
-    found = files.read(file) if file is not None and files.exists(file) else text.encode()
-    prompts = [line.strip() for line in found.decode().splitlines() if line.strip()]
+    found = files.read(file) if file is not None and files.exists(file) else None
+    if found is None and (text.endswith(".txt") or "/" in text and " " not in text):
+        raise BadInput(f"--prompts {text} does not exist; give a file, a prompt a line, or a text of words")
+    try:
+        lines = (text if found is None else found.decode()).splitlines()
+    except UnicodeDecodeError as e:
+        raise BadInput(f"--prompts {text} is not UTF-8 ({e.reason} at byte {e.start}); convert it") from e
+    prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise BadInput(f"--prompts {text} holds no text")
     return prompts
@@ -190,6 +200,7 @@ def main(argv):
     name, many = pick_net(run, args.net), run.cfg["classes"]
     steps = own_steps(run, name) if args.steps is None else args.steps
     given = dict(negative_prompt=args.negative, encoders=args.encoders, device=str(device))
+    run.negative = args.negative
     run.cfg = Config(trainer.defaults | run.cfg | {k: v for k, v in given.items() if v is not None})
     prompts = read_prompts(args.prompts) if args.prompts else ()
     if bool(prompts) != bool(getattr(run.nets["student"], "text_dim", 0)):
@@ -197,13 +208,19 @@ def main(argv):
                        f"--net {run.cfg['net']} needs --prompts TEXT, or a file with one a line")
     if prompts and not run.cfg["encoders"]:
         raise BadInput("prompts need text encoders; give --encoders, a diffusers pipeline (folder or hub id)")
+    if args.negative is not None and not prompts:
+        raise BadInput(f"--negative {args.negative!r} is for nets that take prompts, which "
+                       f"--net {run.cfg['net']} does not; leave it out")
+    encoders.check(run.cfg, prompts)
     for line in encoders.cut(prompts, run.cfg) if rank == 0 else ():
         print(line)
     every = list(range(many)) or [-1]                                       # -1: unconditional
     classes = every if args.classes == "all" else numbers("--classes", args.classes, many)
     ids = numbers("--seeds", args.seeds, 10_000_000)                        # names have seven digits
     labels = torch.tensor([classes[i % len(classes)] for i in ids])
-    out = files.place(args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}.png")
+    asked = prompts, run.cfg["guidance"], run.cfg["negative_prompt"]
+    mark = f"_{zlib.crc32(repr(asked).encode()):08x}" if prompts else ""    # sheets of other prompts stay
+    out = files.place(args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}{mark}.png")
     one_sheet = out.suffix.lower() == ".png"
     make_folder(out.parent if one_sheet else out)
 
@@ -212,6 +229,7 @@ def main(argv):
     net, sheet = load_net(run, name, device), []
     about = dict(run=run.folder.resolve().name, method=run.state["method"], checkpoint=run.it, net=name,
                  steps=steps, guidance=run.cfg["guidance"])
+    about |= dict(negative=run.cfg["negative_prompt"]) if prompts else {}
     seed = run.cfg["seed"]
     drawn = draw(run, net, name, ids, labels, steps, seed, args.batch, device, rank, world, prompts)
     for i, c, x0 in drawn:
@@ -226,7 +244,8 @@ def main(argv):
     sheet = dict(sum(common.everyone(sheet, group), []))                    # every rank is through
     if rank == 0 and one_sheet:
         columns = len(classes) if 1 < len(classes) < 10 else 10
-        about |= {"seed": args.seeds, "class": ",".join(map(str, labels.tolist()))}
+        told = {"prompt": "\n".join(prompts)} if prompts else {"class": ",".join(map(str, labels.tolist()))}
+        about |= {"seed": args.seeds} | told
         logs.save_grid(torch.stack([sheet[i] for i in ids]), out, columns, about)
     if rank == 0:
         print(f"{out}: {len(ids)} samples of {name}, {steps} steps, checkpoint {run.it}")

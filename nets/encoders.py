@@ -321,6 +321,20 @@ def shapes(cfg, shape=None, kind="image"):
     return c // (2 if kind == "moments" else 1), *t, h, w
 
 
+def check(cfg, texts):
+    """BadInput where the VAE of cfg["encoders"] is not the net's, or texts have no text encoder."""
+    if not cfg.get("encoders"):
+        return
+    index, vae = described(cfg["encoders"], cfg["offline"])
+    c, given = vae.get("latent_channels", vae.get("z_dim")), net_of(cfg["net"]).x_shape[0]
+    if c != given:
+        raise BadInput(f"--encoders {cfg['encoders']} has a VAE of {c} channels, --net {cfg['net']} takes "
+                       f"{given}; give the pipeline, or the VAE, that belongs to the net")
+    if texts and not index:
+        raise BadInput(f"--encoders {cfg['encoders']} is a VAE alone and texts need encoders; give the whole "
+                       "pipeline")
+
+
 def factors(vae):
     """How many pixels a latent is high and wide, and frames long, by the config of a VAE."""
     if "temperal_downsample" in vae:                    # Wan's, also Qwen-Image's and Cosmos'
@@ -361,6 +375,9 @@ def described(name, offline):
             index, how = diffusers.DiffusionPipeline.load_config(name, **how), how | dict(subfolder="vae")
         if index.get("_class_name", "FluxPipeline") not in KNOWN:
             raise ValueError(f"it is a {index['_class_name']}")
+        for part in index if Path(name).is_dir() else ():       # transformers makes an empty one of nothing
+            if part.startswith("tokenizer") and index[part][0] and not (Path(name) / part).is_dir():
+                raise ValueError(f"it lacks the folder {part}, which its model_index.json names")
         return index, diffusers.AutoencoderKL.load_config(name, **how)
 
 

@@ -60,12 +60,18 @@ def test_guidance_reaches_the_sampler_and_no_sample_depends_on_its_batch(runs):
 
 def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin1.txt").write_bytes("café au lait".encode("latin1"))
     for main, args, words in (
             (sample, "--net techer", "did you mean teacher? known: ema_slow, student, teacher, fake_score"),
             (sample, "--guidance 2", "--guidance 2 changes nothing for ema_slow"),
+            (sample, "--negative dog", "--negative 'dog' is for nets that take prompts"),
+            (sample, "--prompts nosuch/prompts", "nosuch/prompts does not exist"),
+            (sample, "--prompts nosuch.txt", "nosuch.txt does not exist"),
+            (sample, "--prompts latin1.txt", "latin1.txt is not UTF-8 (invalid continuation byte at byte 3)"),
             (evaluate, "--steps 1,2", "trained for 1 steps, not for --steps 2")):
         refused(main.main, [str(runs / "dmd2"), *args.split()], says=[words])
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "latin1.txt"]
+    assert sample.read_prompts("a cat / a dog") == ["a cat / a dog"]
 
 # ---- scores
 @pytest.fixture(scope="module")

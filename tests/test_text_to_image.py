@@ -1,6 +1,7 @@
 """Text to image in miniature: random pipelines with vocabularies made here, captions, tars, encode.py."""
 import io
 import json
+import shutil
 import sys
 import tarfile
 from collections import Counter
@@ -132,6 +133,13 @@ def arguments(made, out, *more):
 def precompute(*args):
     encode.main(arguments(*args))
 
+def other_vae(pipe, folder):
+    """A copy of the pipeline whose VAE says that it has 5 channels."""
+    file = shutil.copytree(pipe, folder / "other_vae") / "vae/config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {k: 5 for k in ("latent_channels", "z_dim") if k in config}))
+    return file.parent.parent
+
 def official(pipe, prompts, negative, z):
     """Latents of the pipeline from z after two steps at guidance 3."""
     kw = dict(prompt=prompts, num_inference_steps=2, output_type="latent")
@@ -197,6 +205,9 @@ def test_training_data_are_the_same_encoded_in_the_loop_or_before(made, tmp_path
     shards[1].rename(tmp_path / "away")
     run.refused(data.load, settings(made, data=str(tmp_path)), says=["2 tars, too few for the 8 samples"])
     (tmp_path / "away").rename(shards[1])
+    stored = settings(made, encoders="", data=str(tmp_path), negative_prompt="dog")
+    run.refused(data.load, stored, says=["'dog' is for encoders", "--data_uncond"])
+    data.load(stored | dict(data_uncond=str(tmp_path / "uncond.safetensors")))
     batches = []
     for cfg in settings(made, guidance=3.0), settings(made, guidance=3.0, encoders="", data=str(tmp_path)):
         loader = data.Loader(data.load(cfg), cfg, start_it=1)
@@ -210,6 +221,30 @@ def test_training_data_are_the_same_encoded_in_the_loop_or_before(made, tmp_path
     before = startup.fingerprint(cfg, loader.dataset)
     loader.dataset.uncond["text"] += 1
     assert startup.fingerprint(cfg, loader.dataset)["crc"] != before["crc"]
+
+@pytest.mark.parametrize("made", ["sdxl"], indirect=True)
+def test_encode_sees_every_caption_clears_what_a_kill_left_and_refuses_before_any_work(made, tmp_path):
+    path, out = made[2], tmp_path / "out"
+    shutil.copytree(path, tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer"))
+    for arg, words in (("--xflip=1", "leave out --xflip"), ("--augment=0.1", "--augment"),
+                       (f"--encoders={path}/vae", "is a VAE alone"),
+                       (f"--encoders={tmp_path}/mute", "lacks the folder tokenizer"),
+                       (f"--encoders={other_vae(path, tmp_path)}", "a VAE of 5 channels, --net sd:sdxl")):
+        args = [a for a in arguments(made, out) if a.partition("=")[0] != arg.partition("=")[0]]
+        run.refused(encode.main, [*args, arg], says=[words])
+    assert not out.exists()
+    for i in range(34):                                 # the fingerprint reads every second one
+        (folder := tmp_path / "data").mkdir(exist_ok=True)
+        Image.new("RGB", (16, 16), (7 * i, 0, 0)).save(folder / f"{i:02}.png")
+        (folder / f"{i:02}.txt").write_text("a cat")
+    here = *made[:3], folder
+    precompute(here, out)
+    (out / ".0000004.tar.99.tmp").write_bytes(b"half")
+    (folder / "05.txt").write_text("a dog")
+    run.refused(precompute, here, out, says=["made otherwise"])
+    (folder / "05.txt").write_text("a cat")
+    precompute(here, out)
+    assert not [*out.glob(".*")]
 
 @pytest.mark.parametrize("made", ["sdxl"], indirect=True)
 def test_two_ranks_finish_what_a_killed_run_began_as_one_makes_it(made, tmp_path, monkeypatch):
@@ -259,6 +294,15 @@ def test_dmd2_trains_resumes_samples_as_the_pipeline_and_exports_from_captions_a
         assert (tmp_path / f"{len(told)}/0000002.png").exists()
     assert not near(drawn[-2][0][0], want, 1e-3 * want.abs().max())
     run.refused(sample.main, [str(result.folder)], says=["--prompts"])
+    given = [str(result.folder), f"--encoders={path}", "--seeds=0", "--steps=1"]
+    for more in ["--net=student"], ["--net=teacher", "--guidance=1"]:
+        run.refused(sample.main, [*given, *more, "--prompts=a", "--negative=dog"], says=["'dog' changes"])
+    for told in ["a"], ["a dog"], ["a", "--guidance=2"], ["a", "--negative=dog"], ["a", "--negative=dog"]:
+        sample.main([*given, "--net=teacher", "--prompts", *told])
+    assert len([*(result.folder / "samples").glob("0000003_teacher_1_????????.png")]) == 4
+    told = ["a red circle"]
+    run.refused(sample.main, [*given, "--prompts=a", f"--encoders={other_vae(path, tmp_path)}"],
+                says=["a VAE of 5 channels"])
     # the exported student is the pipeline's net
     export.main([f"{result.folder}#student", f"{tmp_path}/out"])
     part = "unet" if hasattr(pipe, "unet") else "transformer"

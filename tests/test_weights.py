@@ -83,19 +83,25 @@ def test_what_does_not_fit_or_is_not_whole_is_named(public):
     first.unlink()
     refused(filled, str(folder), spec, says=[first.name])
 
-def test_an_exported_student_loads_into_diffusers_and_back_here(public, tmp_path, monkeypatch):
+def test_an_exported_student_loads_into_diffusers_and_back_here(
+        public, tmp_path, monkeypatch, capsys):
     reference, spec, folder = public
     net, pinned = filled(str(folder), spec, logvar=True)
     for p in net.parameters():
         p.data.add_(0.01)
-    cfg = dict(net=spec, teacher=str(folder), classes=0, method="methods/dmd2.py", steps=4, t_list=(0.9, 0.5),
-               guidance=3.5, max_iter=9)
-    state = dict(format=ckpt.FORMAT, it=9, config=cfg, nets=dict(student=net.state_dict()), emas=dict(
-        ema={k: 2 * v for k, v in net.state_dict().items()}), optims={}, sources={str(folder): pinned},
+    cfg = dict(net=spec, teacher=str(folder), classes=0, steps=4, t_list=(0.9, 0.5), guidance=3.5,
+               max_iter=9)
+    state = dict(
+        format=ckpt.FORMAT, it=9, method="dmd2", config=cfg, nets=dict(student=net.state_dict()), optims={},
+        emas=dict(ema={k: 2 * v for k, v in net.state_dict().items()}), sources={str(folder): pinned},
         shards=dict(index={}, count=0, stamp=""))
-    ckpt.save(tmp_path / "0000009.pth", state)
-    run = f"{tmp_path}/0000009.pth"
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    ckpt.save(tmp_path / "run/checkpoints/0000009.pth", state)
+    run = f"{tmp_path}/run/checkpoints/0000009.pth"
     monkeypatch.setattr(export, "SHARD", sum(v.nbytes for v in net.parameters()) // 3)
+    refused(export.main, [f"{run}#nosuch", f"{tmp_path}/out"], says=["no entry nosuch"])
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
     export.main([f"{run}#ema", f"{tmp_path}/out"])
     theirs = type(reference).from_pretrained(tmp_path / "out").state_dict()
     want = {k: 2 * v for k, v in net.state_dict().items() if k in theirs}
@@ -103,10 +109,19 @@ def test_an_exported_student_loads_into_diffusers_and_back_here(public, tmp_path
     assert len(list((tmp_path / "out").glob("*.safetensors"))) >= 3
     assert differing(filled(f"{tmp_path}/out", spec, logvar=True)[0].state_dict(), state["emas"]["ema"]) == []
     record = json.loads((tmp_path / "out" / "fewstep.json").read_text())
-    assert record == dict(method="methods/dmd2.py", net=spec, steps=4, t_list=[0.9, 0.5], guidance=3.5,
+    assert record == dict(method="dmd2", net=spec, steps=4, t_list=[0.9, 0.5], guidance=3.5,
                           max_iter=9, schedule=net.schedule, pred=net.pred, entry="ema", it=9)
     refused(export.main, [run, f"{tmp_path}/other"], says=["#ema"])
     refused(export.main, [f"{run}#ema", f"{tmp_path}/out"], says=["exists"])
+    # a run whose teacher is that run: its config.json names the folder
+    state["config"], state["sources"] = cfg | dict(teacher=run), {run: ckpt.resolve(f"{run}#ema")}
+    ckpt.save(tmp_path / "0000009.pth", state)
+    (tmp_path / "run/config.json").write_text(json.dumps(cfg | dict(sources={str(folder): pinned})))
+    for name, said in ("second", False), ("third", True):
+        export.main([f"{tmp_path}/0000009.pth#ema", f"{tmp_path}/{name}"])
+        assert (tmp_path / name / "config.json").exists() != said
+        assert ("copy the public model's" in capsys.readouterr().out) == said
+        (tmp_path / "run/config.json").unlink(missing_ok=True)
 
 @pytest.mark.parametrize("name, layout", [("dit", "public"), ("fastgen_dit_r_abs", "fastgen")])
 def test_keys_of_other_layouts_are_found_out(name, layout, tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ or videos, --net wan:i2v_14b --data clips --data_fps 16 --encoders Wan-AI/Wan2.1
 or, by classes, --net dit:dit_xl2 --data imagenet (folders) --encoders stabilityai/sd-vae-ft-mse --out latents
 
 It takes all keys of the trainer. Images and clips are cut to what --net is trained on. FOLDER gets meta.json
-(what made it; other settings are refused), uncond.safetensors (of --negative_prompt) and 0000000.tar, ...
-with KEY.moments.npy (2 C, [F,] H, W), mean and std in the net's space, KEY.cond.safetensors, text (L, D),
+(what made it; other settings or captions are refused), uncond.safetensors (of --negative_prompt), 0000000.tar
+... with KEY.moments.npy (2 C, [F,] H, W), mean and std in the net's space, KEY.cond.safetensors, text (L, D),
 pooled and what the net sees of a clip (encoders.seen), KEY.txt, KEY.cls. Rank r makes tars r, r + ranks, ...
 Given again it makes what is missing or, by the checksum in 0000000.crc, damaged (a tar is read into memory
 for that).
@@ -61,6 +61,13 @@ def write(f, found, cfg, ids, device):
                 tar.write({"__key__": f"{i:09d}", "moments.npy": content.getvalue()} | text | label)
 
 
+def texts_crc(found, ids):
+    """A number of the captions of samples `ids`, which adds up over ranks: the fingerprint reads a few."""
+    if not hasattr(found, "texts"):
+        return 0
+    return sum(zlib.crc32(f"{i} {text}".encode()) for i in ids for text in found.texts([i])["caption"])
+
+
 def main(argv):
     method = SimpleNamespace(config=config, path=Path(__file__).resolve(), source=Path(__file__).read_bytes())
     cfg, _, options = train.resolve(method, argv)
@@ -73,12 +80,18 @@ def main(argv):
         raise common.BadInput("give --out, --encoders, --data of images, and --shard of at least 1")
     kept = ("net", "encoders", "encoder_dtype", "negative_prompt", "shard", "dtype", "data_fps",
             "depth_model")
-    about = json.dumps(startup.fingerprint(cfg, found) | {k: cfg[k] for k in kept}).encode()
+    data.unmoved(folder, "latents", cfg)
+    encoders.check(cfg, hasattr(found, "texts") or getattr(encoders.net_of(cfg["net"]), "text_dim", 0))
+    texts = sum(common.everyone(texts_crc(found, range(rank, len(found), world)), group))
+    settings = {k: cfg[k] for k in kept} | dict(texts=texts)
+    about = json.dumps(startup.fingerprint(cfg, found) | settings).encode()
 
     def open_folder():
         sample.make_folder(folder)
         if files.read(folder / "meta.json") not in (None, about):
             raise common.BadInput(f"{folder} was made otherwise (see its meta.json); give another --out")
+        for left in folder.glob(".*.tmp"):              # by a killed run
+            files.remove(left)
         files.write(folder / "meta.json", lambda f: f.write(about))
         if hasattr(found, "texts"):
             blank = packed(encoders.negative(cfg, device), 0)

@@ -6,9 +6,9 @@
     python tools/export.py RUN FOLDER/0010000.pth       all of it: a run of replicas or shards continues there
 
 The first two are weights by this repository's names, as a source for --teacher. The third writes files of up
-to 5 GB with an index, the config.json of the teacher if that came from such a folder, and fewstep.json, which
-says what the student is: method, net, schedule, prediction, steps, their times, guidance. The last is a
-training checkpoint, named by its iteration. Paths may be URLs, but for FOLDER.
+to 5 GB with an index, the config.json of such a folder if the teacher, or its own teacher, came from one, and
+fewstep.json, which says what the student is: method, net, schedule, prediction, steps, their times, guidance.
+The last is a training checkpoint, named by its iteration. Paths may be URLs, but for FOLDER.
 """
 import json
 import sys
@@ -20,13 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ckpt, common, files, fill, startup, train  # noqa: E401, E402
 
 SHARD = 5 * 10 ** 9         # bytes of a file
-RECORD = ("method", "net", "steps", "t_list", "guidance", "sampler", "max_iter")
+RECORD = ("net", "steps", "t_list", "guidance", "sampler", "max_iter")
 
 
 def write_folder(out, held, state, source):
     """held (weights by our names) as a folder of safetensors under the public names; state: the record."""
     from safetensors.torch import save
     cfg = state["config"]
+    config = public_config(cfg, state["sources"])
     with torch.device("meta"):
         model = common.make_net(cfg["net"], label_dim=cfg.get("classes"))
     ours = fill.theirs(model, next(iter(getattr(model, "layouts", {"": ()}))))
@@ -45,19 +46,32 @@ def write_folder(out, held, state, source):
         files.write(out / name, lambda f: f.write(content))                                     # noqa: B023
         where |= dict.fromkeys(keys, name)
     texts = {"fewstep.json": json.dumps({k: cfg[k] for k in RECORD if k in cfg} | dict(
-        schedule=model.schedule, pred=model.pred, entry=source["entry"], it=state["it"]), indent=1)}
+        method=state["method"], schedule=model.schedule, pred=model.pred, entry=source["entry"],
+        it=state["it"]), indent=1)}
     if len(parts) > 1:
         total = sum(v.nbytes for v in held.values())
         texts[f"{base}.safetensors.index.json"] = json.dumps(
             dict(metadata=dict(total_size=total), weight_map=where), indent=1)
-    teacher = state["sources"].get(cfg.get("teacher"))
-    at = ckpt.find(teacher["file"]) if teacher else None
-    if isinstance(at, Path) and at.is_dir():
-        config = ckpt.weight_files(at, teacher["entry"])[0].parent / "config.json"
-        if config.exists():
-            texts["config.json"] = config.read_text()
+    texts |= {"config.json": config} if config else {}
     for name, text in texts.items():
         files.write(out / name, lambda f: f.write(text.encode()))                               # noqa: B023
+    if not config:
+        print(f"{out} has no config.json, as none is where the teacher came from; copy the public model's")
+
+
+def public_config(cfg, sources):
+    """The text of diffusers' config.json, of the folder that a run's teacher, or its teacher's teacher, ...
+    came from; None where there is none."""
+    for _ in range(9):
+        teacher = sources.get(cfg.get("teacher"))
+        at = ckpt.find(teacher["file"]) if teacher else None
+        if isinstance(at, Path) and at.is_dir():
+            file = next(iter(ckpt.weight_files(at, teacher["entry"])), at).parent / "config.json"
+            return file.read_text() if file.exists() else None
+        if at is None or teacher["it"] < 0:             # gone, or weights that say nothing of where from
+            return None
+        cfg = json.loads(files.read(at.parent.parent / "config.json") or b"{}")
+        sources = cfg.get("sources", {})
 
 
 def main(argv):
@@ -70,11 +84,8 @@ def main(argv):
     file = ckpt.find(source["file"])
     if out.suffix == "" and (not source["entry"] or source["it"] < 0):
         raise common.BadInput(f"{out} is a folder, for weights of a run: write RUN#ema or RUN#student")
-    if files.exists(out):
+    if files.exists(out) and (out.suffix or not out.is_dir() or files.names(out)):
         raise common.BadInput(f"{out} exists; give another name")
-    if isinstance(out, Path):
-        startup.make_folder(out if out.suffix == "" else out.parent, f"{out} cannot be written to",
-                            "give another place")
     if source["entry"]:
         held = ckpt.read(source)
         content = {k: v.contiguous() for k, v in held.items()} if out.suffix else {}
@@ -86,6 +97,9 @@ def main(argv):
         for kind in ckpt.KINDS:
             content[kind] = {name: dict(held.items()) for name, held in content[kind].items()}
         content["shards"] = dict(index={}, count=0, stamp="")
+    if isinstance(out, Path):                           # not before all that can be wrong
+        startup.make_folder(out if out.suffix == "" else out.parent, f"{out} cannot be written to",
+                            "give another place")
     if out.suffix == "":
         write_folder(out, held, ckpt.load_checkpoint(file), source)
     elif out.suffix == ".safetensors":
