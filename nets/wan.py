@@ -38,7 +38,7 @@ sizes = dict(
     i2v_14b=large | dict(first="concat", image_dim=1280),
     vace_1_3b=small | dict(control=96, hints=tuple(range(0, 30, 2))),
     vace_14b=large | dict(control=96, hints=tuple(range(0, 40, 5))),
-    digits=dict(x_shape=(1, 8, 12, 12), depth=4, dim=64, heads=4, hidden=256, patch=2, freq=64, text_dim=0,
+    digits=dict(x_shape=(1, 8, 12, 12), depth=4, dim=64, heads=4, hidden=256, patch=4, freq=64, text_dim=0,
                 label_dim=10))
 
 
