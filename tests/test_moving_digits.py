@@ -45,7 +45,7 @@ def test_the_centre_is_that_of_ink_and_the_cut_window_holds_it_all():
     # an empty frame has a centre, too
     assert np.allclose(evaluate.centre(x), [[[11 / 3, 16 / 3], [11, 0]], [[0, 0], [0, 0]]])
     (x, corner), (image, _) = data.clips("val", range(297)), evaluate.digits("val")
-    offset = evaluate.centre(torch.from_numpy(x)).numpy() - corner      # of a digit: the same wherever it lies
+    offset = evaluate.centre(torch.from_numpy(x)).numpy() - corner      # of a digit: the same anywhere
     assert np.allclose(offset, offset[:, :1], atol=1e-5)
     window = evaluate.cut(torch.from_numpy(x[:, 0, 3]))
     assert torch.allclose(window.sum((1, 2, 3)), image.sum((1, 2, 3)), atol=0.5)
