@@ -27,7 +27,7 @@ config = dict(
     recipes="self_forcing", net="wan:digits", data="moving_digits", teacher="assets/moving_digits.pth",
     student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
     teacher_net="",                  # the teacher's, where it is another one; "" = net
-    chunk=2, steps=4,                # frames that the student makes at once (paper: 3, or 1), in how many
+    chunk=2, steps=4,                # frames made at once (paper: 3, or 1), and the steps of each chunk
     max_iter=3600, batch_size=32,    # = 600 student updates
     update_ratio=5,                  # fake updates before each student update; at least 1
     lr=1e-4, lr_fake=2e-4, lr_disc=2e-4,        # student, fake score, discriminator
@@ -36,8 +36,7 @@ config = dict(
     weight_decay=0.01,               # 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...: 1, .75, .5, .25, shifted by 5
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
-    last_step_only=False,            # never an earlier one
-    grad_chunks=0,                   # last chunks that get a gradient; 0 = all
+    last_step_only=False, grad_chunks=0,        # exit at the last step; chunks with a gradient, 0 = all
     context_noise=0.0,               # t of the finished chunks in the cache
     window=0, sink=0,                # frames a chunk sees, and first frames it sees besides; 0 = all
     frames_max=0,                    # longest rollout; 0 = the data's frames
