@@ -152,7 +152,7 @@ class VideoJudge:
         clips = lambda *which: torch.from_numpy(data.clips(*which, frames)[0])                  # noqa: E731
         self.classifier, self.frames, last = classifier(), frames, frames - 1
         self.train, self.held = clips("train", range(1500)), clips("val", range(297))
-        self.first = self.held[:, :, :chunk] if chunk else None
+        self.first = self.held[:, :, :chunk] if 0 < chunk < frames else None
         self.features = self.look(self.train)[0]
         until = torch.arange(frames).clamp(max=max(chunk, 1) - 1)
         (_, label), (_, held) = digits("train"), digits("val")

@@ -64,7 +64,6 @@ def test_figures_of_real_clips_are_good_and_every_flaw_shows_in_the_one_that_is_
     assert min(judge((judge.held + judge.held.roll(1, 0)) / 2, held)["fd"]) > 8
     halting = judge(judge.train[:, :, torch.arange(8) // 2 * 2], label)     # every other frame stands
     assert halting["motion"] > 10 and max(halting["fd"]) < 0.5
-    assert judge(judge.train, -label - 1)["agreement"] is None
 
 def test_digits_wan_takes_labels_for_text_and_is_causal_at_any_length():
     net = common.make_net("wan:digits", label_dim=10)
@@ -93,7 +92,6 @@ def test_a_run_on_moving_digits_is_sampled_as_clips_and_scored(tmp_path, capsys)
     sample.main([*args, f"--out={tmp_path / 'apart'}"])
     gif, one = Image.open(tmp_path / "x.gif"), Image.open(tmp_path / "apart/0000003.gif")
     assert (gif.n_frames, gif.info["duration"], one.n_frames, one.size) == (11, 100, 8, (12, 12))
-    assert b"seed: 3" in one.info["comment"]
     refused(sample.main, [*args, f"--out={tmp_path / 'x.mp4'}"], says=["no .mp4", ".gif"])
     evaluate.main([str(folder), "--samples=150", "--seeds=2", "--net=student", "--steps=1", "--frames=10"])
     row, = json.loads((folder / "eval/0000002.json").read_text())["results"]
