@@ -1,6 +1,7 @@
 """Data sets by format, and a stateless, resumable order.
 
     data = "digits"        the embedded 8x8 digits: 1,500 for training, 297 held out ("./digits" for a folder)
+    data = "moving_digits" clips (1, 8, 12, 12) of the digits moving: 150,000, and 29,700 of held-out digits
     data = "some/folder"   png jpg jpeg webp bmp gif (first frame), recursive; labels from dataset.json in it,
                            else from the top-level sub-folders, sorted, if there are two or more, else none
     data = "cifar10.zip"   such files in a zip, as EDM's dataset_tool writes it; labels from dataset.json only
@@ -78,6 +79,8 @@ def load(cfg, split="train"):
     source, classes = cfg[key], cfg.get("classes", -1)
     if source == "digits":
         return Images(source, *digits(split), classes, split)
+    if source == "moving_digits":
+        return Images(source, *moving_digits(split), classes, split)
     if tars := tar_files(source):
         return Tars(tars, cfg, split)
     path, url = files.place(source), "://" in source
@@ -216,6 +219,38 @@ def digits(split):
         keep = file[split]
         image, label = file["image"][keep][:, None].astype(np.float32) / 8 - 1, file["label"][keep]
     return range(len(image)), image.__getitem__, label
+
+
+def moving_digits(split):
+    """Every clip of `clips`. Training of 5,000 iterations of 32 sees each about once, so none is repeated
+    before another motion of its digit has been seen, and no choice of some has to be made and kept."""
+    label = np.tile(digits(split)[2], 25 * 4)
+    return range(len(label)), lambda i: clips(split, [i])[0][0], label
+
+
+def clips(split, ids, frames=8):
+    """Digits of 8 x 8 in frames of 12 x 12, background -1: (B, 1, F, 12, 12) float32 in [-1, 1], with the
+    corners (row, column) at which they lie (B, F, 2).
+
+    Of n digits clip i has digit i % n with motion (i // n + 37 (i % n)) % 100: each digit has every one of
+    25 corners to start from times 4 directions, and n clips in a row have every digit once and the motions
+    about equally often. In each direction a digit moves by a pixel a frame and turns round at the walls: one
+    that starts at a with velocity v is at 4 - |4 - (a + v f) mod 8|."""
+    image = padded(split)
+    turn, digit = np.divmod(np.asarray(ids), len(image))
+    corner, way = np.divmod((turn + 37 * digit) % 100, 4)
+    start, velocity = np.stack(np.divmod(corner, 5), -1), 2 * np.stack(np.divmod(way, 2), -1) - 1   # (B, 2)
+    moved = start[:, None] + velocity[:, None] * np.arange(frames)[:, None]                 # (B, F, 2)
+    corner = 4 - np.abs(4 - moved % 8)
+    rows, columns = np.moveaxis(4 + np.arange(12) - corner[..., None], 2, 0)                # (B, F, 12)
+    clip = image[digit[:, None, None, None], rows[..., :, None], columns[..., None, :]]     # (B, F, 12, 12)
+    return clip[:, None], corner
+
+
+@lru_cache
+def padded(split):
+    ids, read, _ = digits(split)
+    return np.pad(read(slice(None))[:, 0], ((0, 0), (4, 4), (4, 4)), constant_values=-1)    # (n, 16, 16)
 
 
 def folder(path, clip):

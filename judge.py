@@ -46,10 +46,13 @@ def validate(method, nets, cfg, dataset, done, rank, world, gloo, device, stoppi
     return meter.flush()
 
 
-def draw_samples(method, net, cfg, ids, labels, steps, seed, device, shape=None, texts={}):
+def draw_samples(method, net, cfg, ids, labels, steps, seed, device, shape=None, texts={},
+                 first=None):
     """x0 (B, *shape) of samples `ids` (list of ints): sample i depends on (seed, i), its label and its text
-    alone; texts as encoders.conditions takes them."""
+    alone; texts as encoders.conditions takes them; first: frames (B, C, f, H, W) that clips begin with."""
     cond, uncond = encoders.conditions(labels, cfg, device, texts)
+    if first is not None:
+        cond["first_frame"] = uncond["first_frame"] = first
     noise = common.noise_fn(seed, ids, shape or net.x_shape, device)
     return method.sample(net, noise, dict(cond=cond, uncond=uncond, id=torch.tensor(ids)), cfg, steps)
 
@@ -57,8 +60,10 @@ def draw_samples(method, net, cfg, ids, labels, steps, seed, device, shape=None,
 def draw_grid(method, net, cfg, device, rank, world, gloo, dataset=None, rows=8):
     """Eight samples of each of the first ten classes, one class per column, or for the texts of the first
     64 samples of a data set that has some, always from the same noise: (x0 on the CPU, columns). Each rank
-    draws a part, all parts are as long."""
+    draws a part, all parts are as long. Clips are two of each class, one in a row."""
     columns = min(cfg["classes"], 10) or 8
+    video = len(net.x_shape) == 4
+    rows = 2 if video else rows
     n, each = rows * columns, -(-rows * columns // world)
     ids = [i % n for i in range(rank * each, (rank + 1) * each)]
     labels = torch.tensor([i % columns if cfg["classes"] else -1 for i in ids])
@@ -68,4 +73,4 @@ def draw_grid(method, net, cfg, device, rank, world, gloo, dataset=None, rows=8)
         texts[dataset.kind] = torch.stack([torch.as_tensor(dataset.get(i)[0]) for i in some])
     with judging([net]), startup.autocast(cfg, device):
         x0 = draw_samples(method, net, cfg, ids, labels, cfg["steps"], cfg["seed"], device, texts=texts)
-    return torch.cat(common.everyone(x0.float().cpu(), gloo))[:n], columns
+    return torch.cat(common.everyone(x0.float().cpu(), gloo))[:n], 1 if video else columns

@@ -255,7 +255,7 @@ def ending(cfg, plan, done, last):
         return f"asked to stop: {done} iterations are in {file}; the same command continues there"
     if done < cfg["max_iter"]:
         return f"stopped at --stop_at {cfg['stop_at']}: {file}"
-    digits = plan.fingerprint.get("pairs_of", cfg["data"]) == "digits"
+    digits = plan.fingerprint.get("pairs_of", cfg["data"]) in ("digits", "moving_digits")
     return (f"done: {file}\nsamples: {grid if cfg['sample_every'] else 'none'}" +
             f"\nscore it: python evaluate.py {shlex.quote(str(plan.folder))}" * digits)
 
@@ -271,20 +271,35 @@ def save_png(picture, file, about={}):
     files.write(file, lambda f: picture.save(f, format="PNG", pnginfo=info))
 
 
-def save_grid(images, file, columns, about={}, pad=1):
-    """uint8 images (N, C, H, W) as one PNG, row by row; small ones enlarged so that a pixel can be seen.
-    Clips (N, C, F, H, W) are strips of their frames."""
+def save_gif(pictures, file, fps, about={}):
+    """PIL pictures as an animated GIF that repeats, with {key: value} as its comment."""
+    told = "\n".join(f"{key}: {value}" for key, value in about.items())
+    how = dict(format="GIF", save_all=True, duration=1000 / fps, loop=0, comment=told.encode())
+    files.write(file, lambda f: pictures[0].save(f, append_images=pictures[1:], **how))
+
+
+def picture(image):
+    """uint8 (C, H, W) as a PIL picture."""
     from PIL import Image
-    images = images.movedim(2, -2).flatten(3) if images.ndim == 5 else images
+    return Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy())
+
+
+def sheet(images, columns, pad=1):
+    """uint8 images (N, C, H, W), row by row, as one picture; small ones enlarged: a pixel can be seen."""
     n, c, h, w = images.shape
     rows, zoom = -(-n // columns), max(1, 64 // h)
-    sheet = torch.full((c, rows * (h + pad) + pad, columns * (w + pad) + pad), 255, dtype=torch.uint8)
+    whole = torch.full((c, rows * (h + pad) + pad, columns * (w + pad) + pad), 255, dtype=torch.uint8)
     for i, image in enumerate(images.cpu()):
         y, x = pad + i // columns * (h + pad), pad + i % columns * (w + pad)
-        sheet[:, y:y + h, x:x + w] = image
-    picture = Image.fromarray(sheet.permute(1, 2, 0).squeeze(-1).numpy())
-    picture = picture.resize((picture.width * zoom, picture.height * zoom), Image.NEAREST)
-    save_png(picture, file, about)
+        whole[:, y:y + h, x:x + w] = image
+    whole = picture(whole)
+    return whole.resize((whole.width * zoom, whole.height * zoom), 0)       # 0: nearest
+
+
+def save_grid(images, file, columns, about={}):
+    """uint8 images (N, C, H, W) as a PNG of their sheet. Clips (N, C, F, H, W) are strips of their frames."""
+    images = images.movedim(2, -2).flatten(3) if images.ndim == 5 else images
+    save_png(sheet(images, columns), file, about)
 
 
 def start_wandb(cfg, folder, say):

@@ -4,6 +4,7 @@
     python sample.py RUN --net teacher --classes 3 --seeds 0-15 --guidance 2 --out threes.png
     torchrun --nproc_per_node 8 sample.py RUN --seeds 0-49999 --batch 250 --out FOLDER   a PNG per sample
     python sample.py RUN --prompts prompts.txt --seeds 0-31         a line a prompt; four seeds each of eight
+    python sample.py RUN --frames 16 --out clips.gif    clips, longer than trained; a PNG has one in each row
 
 Sample s has the class classes[s % len(classes)], or the prompt prompts[s % len(prompts)]. It depends on s,
 these and the weights alone (to 1e-5, in float32), not on the batch or rank that draws it; of ten classes 0-79
@@ -104,20 +105,23 @@ def frozen(models, inits, sources, state=None, seed=0):
 
 
 @torch.no_grad()
-def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=1, prompts=()):
+def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=1, prompts=(), frames=None,
+         first=None):
     """Yields (ids, labels, x0 on the CPU) of this rank's batches: rank j % world draws batch j, so no batch
-    depends on the ranks. Students sample by their method, others by their family's teacher_sample or Heun."""
+    depends on the ranks. Students sample by their method, others by their family's teacher_sample or Heun.
+    first (len(ids), C, f, H, W): frames that the clips begin with."""
     def many_steps(net, noise, batch, cfg, steps):
         return common.teacher_sample(net, noise, batch["cond"], steps, batch["uncond"], cfg["guidance"])
 
     common.number("--steps", steps, 1, 1000)
     common.number("--batch", batch, 1)
     sampler = run.method if name in run.students else SimpleNamespace(sample=many_steps)
-    run.cfg.read = frozenset()
+    run.cfg.read, shape = frozenset(), shape_of(net, frames)
     for start in range(rank * batch, len(ids), world * batch):
         i, c = ids[start:start + batch], labels[start:start + batch]
         texts = dict(caption=[prompts[k % len(prompts)] for k in i]) if prompts else {}
-        x0 = judge.draw_samples(sampler, net, run.cfg, i, c, steps, seed, device, texts=texts)
+        begin = None if first is None else first[start:start + batch].to(device)
+        x0 = judge.draw_samples(sampler, net, run.cfg, i, c, steps, seed, device, shape, texts, begin)
         if run.guidance is not None and "guidance" not in run.cfg.read:
             raise BadInput(f"--guidance {run.guidance:g} changes nothing for {name}: the sampler of "
                            f"{run.state['method']} does not use it; leave it out, or give --net teacher")
@@ -125,6 +129,16 @@ def draw(run, net, name, ids, labels, steps, seed, batch, device, rank=0, world=
             raise BadInput(f"--negative {run.negative!r} changes nothing for {name}, which nothing guides; "
                            f"leave it out, or give --net teacher and --guidance above 1")
         yield i, c, x0.float().cpu()
+
+
+def shape_of(net, frames=None):
+    """The shape of its samples; of clips with so many frames."""
+    if frames is None:
+        return net.x_shape
+    if len(net.x_shape) < 4:
+        raise BadInput(f"--frames {frames} is of clips, the samples of this net are {net.x_shape}; leave it "
+                       f"out")
+    return net.x_shape[0], int(common.number("--frames", frames, 2, 10_000)), *net.x_shape[2:]
 
 
 def start(device):
@@ -190,8 +204,10 @@ def main(argv):
     parser.add_argument("--prompts", help="a text, or a file with one a line")
     parser.add_argument("--negative", help="what guidance leads away from (default: the run's)")
     parser.add_argument("--encoders", help="pipeline of text encoders and VAE (default: the run's)")
-    parser.add_argument("--out", help="a .png for one sheet (default: in the run's samples/), or a folder "
-                                      "for one PNG per sample, named by its seed")
+    parser.add_argument("--frames", type=int, help="of a clip (default: as trained)")
+    parser.add_argument("--fps", type=float, default=8.0, help="frames a second of a GIF (default 8)")
+    parser.add_argument("--out", help="a .png, of clips also a .gif, for one sheet (default: in the run's "
+                                      "samples/), or a folder for a PNG or GIF per sample, named by its seed")
     args = parser.parse_args(argv)
 
     # everything that can be wrong with the input
@@ -221,32 +237,46 @@ def main(argv):
     asked = prompts, run.cfg["guidance"], run.cfg["negative_prompt"]
     mark = f"_{zlib.crc32(repr(asked).encode()):08x}" if prompts else ""    # sheets of other prompts stay
     out = files.place(args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}{mark}.png")
-    one_sheet = out.suffix.lower() == ".png"
+    video, kind = len(shape_of(run.nets["student"], args.frames)) == 4, out.suffix.lower()
+    common.number("--fps", args.fps, 0.1, 50)
+    if kind in (".mp4", ".webm") or kind == ".gif" and not video:
+        raise BadInput(f"--out {args.out}: no {kind} is made of {'clips' if video else 'images'}; give a .png"
+                       f"{', a .gif' * video} or a folder")
+    one_sheet = kind in (".png", ".gif")
     make_folder(out.parent if one_sheet else out)
 
     # draw; separate files are written batch by batch
-    from PIL import Image
     net, sheet = load_net(run, name, device), []
     about = dict(run=run.folder.resolve().name, method=run.state["method"], checkpoint=run.it, net=name,
                  steps=steps, guidance=run.cfg["guidance"])
     about |= dict(negative=run.cfg["negative_prompt"]) if prompts else {}
     seed = run.cfg["seed"]
-    drawn = draw(run, net, name, ids, labels, steps, seed, args.batch, device, rank, world, prompts)
+    drawn = draw(run, net, name, ids, labels, steps, seed, args.batch, device, rank, world, prompts,
+                 args.frames)
     for i, c, x0 in drawn:
-        images = encoders.decode(x0, run.cfg)                               # uint8 (B, C, H, W)
+        images = encoders.decode(x0, run.cfg)                               # uint8 (B, C, [F,] H, W)
         if one_sheet:
             sheet += zip(i, images)
             continue
         for number, label, image in zip(i, c.tolist(), images):
-            picture = Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy())
             told = {"prompt": prompts[number % len(prompts)]} if prompts else {"class": label}
-            logs.save_png(picture, out / f"{number:07d}.png", about | {"seed": number} | told)
+            told |= about | {"seed": number}
+            if video:
+                pictures = [logs.picture(frame) for frame in image.unbind(1)]
+                logs.save_gif(pictures, out / f"{number:07d}.gif", args.fps, told)
+            else:
+                logs.save_png(logs.picture(image), out / f"{number:07d}.png", told)
     sheet = dict(sum(common.everyone(sheet, group), []))                    # every rank is through
     if rank == 0 and one_sheet:
         columns = len(classes) if 1 < len(classes) < 10 else 10
         told = {"prompt": "\n".join(prompts)} if prompts else {"class": ",".join(map(str, labels.tolist()))}
         about |= {"seed": args.seeds} | told
-        logs.save_grid(torch.stack([sheet[i] for i in ids]), out, columns, about)
+        images = torch.stack([sheet[i] for i in ids])
+        if kind == ".gif":
+            pictures = [logs.sheet(frames, columns) for frames in images.unbind(2)]
+            logs.save_gif(pictures, out, args.fps, about)
+        else:
+            logs.save_grid(images, out, 1 if video else columns, about)
     if rank == 0:
         print(f"{out}: {len(ids)} samples of {name}, {steps} steps, checkpoint {run.it}")
     trainer.close(group)

@@ -4,6 +4,7 @@
     wan:ti2v_5b               text, or text and a first frame, to video (2.2): the frame stands in x's place
     wan:i2v_14b               text and a first frame to video (2.1): its latents stand beside x, CLIP sees it
     wan:vace_1_3b, vace_14b   text and a control video to video: blocks of their own add hints to the others
+    wan:digits                class labels to the moving digits (of data.py), in pixels: not a public net
 
 The diffusers folders load as they are, the original files through `layouts`, Self-Forcing's as the source
 FILE#generator. The net predicts the flow eps - x0 at t in [0, 1], one time per clip or latent frame. With
@@ -36,12 +37,17 @@ sizes = dict(
                  shift=5.0),
     i2v_14b=large | dict(first="concat", image_dim=1280),
     vace_1_3b=small | dict(control=96, hints=tuple(range(0, 30, 2))),
-    vace_14b=large | dict(control=96, hints=tuple(range(0, 40, 5))))
+    vace_14b=large | dict(control=96, hints=tuple(range(0, 40, 5))),
+    digits=dict(x_shape=(1, 8, 12, 12), depth=4, dim=64, heads=4, hidden=256, patch=4, freq=64, text_dim=0,
+                label_dim=10))
 
 
-def make(size, /, label_dim=0, **options):
-    """Net of a named size; options (those of `Wan`) override its entry. It has no class labels."""
-    return Wan(**sizes[size] | {k: v for k, v in options.items() if v is not None})
+def make(size, /, **options):
+    """Net of a named size; options (those of `Wan`) override its entry. A size without label_dim has no use
+    for the labels of data."""
+    own = sizes[size]
+    given = {k: v for k, v in options.items() if v is not None and (k != "label_dim" or k in own)}
+    return Wan(**own | given)
 
 
 def join(parts, dim):
@@ -177,7 +183,8 @@ class Wan(Net):
     takes x's place, "concat" it stands beside x; image_dim: width of CLIP's states; control: channels of the
     control; hints: the blocks that its blocks add to, times control_scale; freq: of the time's embedding;
     shift: of the teacher's times; r_kind: "diff" embeds t - r, "abs" r; norm_temb: shifts and scales of unit
-    length (sCM); chunk, window and sink in latent frames."""
+    length (sCM); chunk, window and sink in latent frames. A token is patch x patch latents. Without text
+    (text_dim 0) the text is one token, learned for each of label_dim labels and for none."""
     schedule, pred = "rf", "flow"
     layouts = dict(public=(("^layers", "blocks"),), original=original,
                    self_forcing=(*original, ("^", "model.")))
@@ -185,10 +192,11 @@ class Wan(Net):
     def __init__(self, x_shape, depth, dim, heads, hidden, text_dim=4096, first="", image_dim=0, control=0,
                  hints=(), control_scale=1.0, freq=256, shift=3.0, chunk=0, window=0, sink=0,
                  positions="absolute", r=False, r_kind="diff", norm_temb=False, logvar=False, eps=1e-6,
-                 dropout=0.0):
+                 dropout=0.0, patch=2, label_dim=0):
         super().__init__(x_shape, r, logvar)
-        if dim % heads or dim // heads % 2 or dim // heads < 6 or dim % 4:
-            raise BadInput(f"wan: dim {dim} must be a multiple of 4, dim / heads ({heads}) even, at least 6")
+        if dim % heads or dim // heads % 2 or dim // heads < 6 or dim % patch ** 2:
+            raise BadInput(f"wan: dim {dim} must be a multiple of {patch ** 2}, dim / heads ({heads}) even, "
+                           f"at least 6")
         if min(chunk, window, sink) < 0 or 0 < window < chunk:
             raise BadInput(f"wan: chunk {chunk}, window {window} and sink {sink} must not be negative, a "
                            f"window (0 = all frames) not shorter than a chunk")
@@ -199,15 +207,17 @@ class Wan(Net):
         self.text_dim, self.image_dim, self.first, self.control = text_dim, image_dim, first, control
         self.chunk, self.window, self.sink, self.positions = chunk, window, sink, positions
         self.takes = ("skip", "start", "cache", "write") if self.chunk else ("skip",)
+        self.patch, self.label_dim = patch, label_dim
         self.hints, self.control_scale, d = tuple(hints), control_scale, dim // heads
         channels, frames, rows, columns = x_shape
         self.axes = d - 4 * (d // 6), 2 * (d // 6), 2 * (d // 6)
         self.blocks = [f"layers.{i}" for i in range(depth)] + [f"vace_blocks.{j}" for j in range(len(hints))]
-        self.taps_at = [(dim // 4, frames, rows, columns)] * depth
+        self.taps_at = [(dim // patch ** 2, frames, rows, columns)] * depth
 
         self.patch_embedding = self.patches(channels + (channels + 4 if first == "concat" else 0))
         self.condition_embedder = self.times(Linear)
-        self.condition_embedder["text_embedder"] = MLP2(text_dim, dim, act=gelu_tanh)
+        self.condition_embedder["text_embedder"] = (MLP2(text_dim, dim, act=gelu_tanh) if text_dim else
+                                                    nn.Embedding(label_dim + 1, dim))
         if image_dim:
             self.condition_embedder["image_embedder"] = ImageEmbedder(image_dim, dim)
         self.r_embedder = self.times(Zero) if r else None
@@ -217,11 +227,13 @@ class Wan(Net):
         if control:
             self.vace_patch_embedding = self.patches(control)
             self.vace_blocks = nn.ModuleList(VaceBlock(j == 0, *block) for j in range(len(hints)))
-        self.scale_shift_table, self.proj_out = nn.Parameter(torch.empty(1, 2, dim)), Zero(dim, 4 * channels)
+        self.scale_shift_table = nn.Parameter(torch.empty(1, 2, dim))
+        self.proj_out = Zero(dim, patch ** 2 * channels)
         self.reset_parameters()
 
     def patches(self, channels):
-        return nn.Conv3d(channels, self.dim, (1, 2, 2), stride=(1, 2, 2))
+        size = 1, self.patch, self.patch
+        return nn.Conv3d(channels, self.dim, size, stride=size)
 
     def times(self, last):
         return nn.ModuleDict(dict(time_embedder=MLP2(self.freq, self.dim, last),
@@ -247,20 +259,22 @@ class Wan(Net):
         return dict(result, out=out) if isinstance(result, dict) else out
 
     def run(self, x, times, cond, tap, skip, start=0, cache=None, write=False):
-        """cond: text (B, L, text_dim), seen whole with its padding; image (B, N, image_dim); first_frame
-        (B, C, 1, H, W), to stand beside (B, C, T, H, W) of it and black ones; control (B, C, T, H, W)."""
-        if x.shape[3] % 2 or x.shape[4] % 2:
-            raise BadInput(f"height and width must be even, not {(*x.shape[3:],)}: a token is 2 x 2 latents")
-        text, = self.need(cond, text=self.text_dim)
-        embed, image = self.condition_embedder, None
-        text = embed["text_embedder"](text)
+        """cond: text (B, L, text_dim), seen whole with its padding, or label (B,); image (B, N, image_dim);
+        first_frame (B, C, 1, H, W), to stand beside (B, C, T, H, W) of it and black ones; control (B, C, T,
+        H, W)."""
+        p, embed, image = self.patch, self.condition_embedder, None
+        if x.shape[3] % p or x.shape[4] % p:
+            raise BadInput(f"height and width {(*x.shape[3:],)} must be multiples of {p}: a token is {p} x "
+                           f"{p} latents")
+        own = self.need(cond, text=self.text_dim) if self.text_dim else [self.labels(cond, x[:, 0, 0, 0, 0])]
+        text = embed["text_embedder"](own[0] if self.text_dim else own[0][:, None])             # (B, L, D)
         if self.image_dim:
             image = embed["image_embedder"](*self.need(cond, image=self.image_dim))
         tokens = lambda y: rearrange(y, "b d t h w -> b t (h w) d")                             # noqa: E731
         control = self.need_frames(cond, "control", self.control, start, x) if self.control else None
         x = torch.cat([x, *self.beside(x, cond, start)], dim=1)
         sight, pos = self.look(x, start, cache, write)
-        rows, at = x.shape[3] // 2, [per_frame(v, x) for v in times]
+        rows, at = x.shape[3] // p, [per_frame(v, x) for v in times]
         x = tokens(self.patch_embedding(x))                                                     # (B, T, S, D)
         e, mod = self.embed_time(embed, at[0])
         if len(at) > 1:
@@ -280,11 +294,11 @@ class Wan(Net):
                 x, kv = block(x, *shared, old)
                 kvs.append(kv)
             x = x + self.control_scale * hints[i] if i in hints else x
-            if tap(i, rearrange(x, "b t (h w) (p q c) -> b c t (h p) (w q)", h=rows, p=2, q=2)):
+            if tap(i, rearrange(x, "b t (h w) (p q c) -> b c t (h p) (w q)", h=rows, p=p, q=p)):
                 return None, e
         shift, scale = (self.scale_shift_table + e.unsqueeze(2)).unbind(2)
         out = rearrange(self.proj_out(modulate(x, shift, scale)),
-                        "b t (h w) (p q c) -> b c t (h p) (w q)", h=rows, p=2, q=2)
+                        "b t (h w) (p q c) -> b c t (h p) (w q)", h=rows, p=p, q=p)
         if not write:
             return out, e
         kept = spans(len(pos) - self.window if self.window else 0, len(pos), self.sink)
@@ -310,7 +324,7 @@ class Wan(Net):
             views.append(((end - size - begin, end - begin), spans(low, end, self.sink)))
         relative = self.positions == "window"
         seen = count(max(sum(b - a for a, b in view) for _, view in views)) if relative else pos
-        angle = angles(grid(seen, count(x.shape[3] // 2), count(x.shape[4] // 2)), self.axes)
+        angle = angles(grid(seen, *(count(n // self.patch) for n in x.shape[3:])), self.axes)
         return Sight(views, angle, relative, write), pos
 
     def beside(self, x, cond, start):

@@ -36,6 +36,7 @@ COSMOS = dict(x_shape=(4, 4, 4, 6), depth=2, dim=32, heads=2, rank=8, text_dim=6
 WAN = dict(x_shape=(4, 4, 4, 6), depth=2, dim=24, heads=2, hidden=32, text_dim=6, freq=16)
 CASES = dict(
     wan=Case("wan:t2v_1_3b", WAN, "r logvar skip", dict(text=(5, 6))),
+    wan_digits=Case("wan:digits", WAN | dict(label_dim=4, text_dim=0, patch=1), "label r logvar skip"),
     wan_causal=Case("wan:t2v_14b", WAN | dict(chunk=2), "r logvar skip cache", dict(text=(5, 6))),
     wan_ti2v=Case("wan:ti2v_5b", WAN, "r logvar skip", dict(text=(5, 6), first_frame=(4, 1, 4, 6))),
     wan_i2v=Case("wan:i2v_14b", WAN | dict(image_dim=8), "r logvar skip",

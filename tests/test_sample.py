@@ -97,7 +97,7 @@ def test_training_digits_score_perfectly_but_as_memorised_held_out_ones_as_new_a
     assert abs(found["fd"]) < 1e-9 and found["nearest"] == 0 and found["agreement"] >= 0.97
     assert evaluate.nearest(torch.tensor([[1.0], [2.0], [7.0]]), torch.zeros(1, 1)) == 2        # the median
     assert evaluate.nearest(held[::2], x0) / judge.unit == pytest.approx(1, abs=0.1)
-    assert 0 < judge.real["halves"]["fd"] < judge.real["held_out"]["fd"] < 3
+    assert 0 < judge.real["real halves"]["fd"] < judge.real["held out"]["fd"] < 3
     for worse in (x0.roll(1, dims=3), (x0 + x0.flip(0)) / 2):           # shifted by a pixel; blended
         assert judge(worse, label)["fd"] > 10
     assert judge(x0, (label + 1) % 10)["agreement"] < 0.02
