@@ -525,8 +525,8 @@ class Tars(Images):
         file = Path(cfg.get("data_uncond") or folder / "uncond.safetensors")
         with reading(file):
             blank = value(file.name, file.read_bytes()) if cfg.get("data_uncond") or file.exists() else {}
-        asked, stored = cfg.get("negative_prompt"), blank and {"cond", "text"} & {*kinds}
-        if asked and stored and not cfg.get("data_uncond"):
+        asked = "" if cfg.get("data_uncond") else cfg.get("negative_prompt")
+        if asked and blank and {"cond", "text"} & {*kinds}:
             with reading(folder / "meta.json"):
                 made = json.loads(files.read(folder / "meta.json") or b"{}").get("negative_prompt", "")
             if asked != made:

@@ -207,7 +207,9 @@ def test_training_data_are_the_same_encoded_in_the_loop_or_before(made, tmp_path
     (tmp_path / "away").rename(shards[1])
     stored = settings(made, encoders="", data=str(tmp_path), negative_prompt="dog")
     run.refused(data.load, stored, says=["'dog' is for encoders", "--data_uncond"])
-    data.load(stored | dict(data_uncond=str(tmp_path / "uncond.safetensors")))
+    np.save(tmp_path / "dog.npy", np.ones((3, 20), np.float32))
+    for file in "uncond.safetensors", "dog.npy":
+        data.load(stored | dict(data_uncond=str(tmp_path / file)))
     batches = []
     for cfg in settings(made, guidance=3.0), settings(made, guidance=3.0, encoders="", data=str(tmp_path)):
         loader = data.Loader(data.load(cfg), cfg, start_it=1)
