@@ -50,7 +50,7 @@ config = dict(
 presets = dict(
     # The authors' wan_causal_dmd: 64 clips of 21 frames, times by shift 8, their guidance 3.5 is 4.5 here;
     # assumption: 1000 student updates, where they saw it saturate. --student: as self_forcing.py
-    wan=dict(net="wan:t2v_1_3b", teacher="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    wan=dict(net="wan:t2v_1_3b", data="clips-480p", teacher="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
              student="outputs/fewstep/wan/causal_kd_wan", chunk=3, steps=3, t_list=(0.999, 0.757, 0.522),
              t_shift=8.0, guidance=4.5, batch_size=64, max_iter=6000, lr=2e-6, lr_fake=2e-6, amp="bf16",
              parallel="fsdp", recompute=True, save_every=600, val_every=0, sample_every=600),

@@ -55,7 +55,8 @@ config = dict(
 presets = dict(
     # The authors' self_forcing_dmd: 64 clips of 21 frames, 600 iterations = 120 student updates, average from
     # iteration 200; their guidance 3 is 4 here. --student: of an ODE regression (causal_kd.py)
-    wan=dict(net="wan:t2v_1_3b", teacher_net="wan:t2v_14b", teacher="Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    wan=dict(net="wan:t2v_1_3b", data="clips-480p", teacher_net="wan:t2v_14b",
+             teacher="Wan-AI/Wan2.1-T2V-14B-Diffusers",
              student="outputs/fewstep/wan/causal_kd_wan", fake_score="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
              chunk=3, guidance=4.0, batch_size=64, max_iter=720, lr=2e-6, lr_fake=4e-7, amp="bf16",
              parallel="fsdp", recompute=True, save_every=60, val_every=0, sample_every=60),

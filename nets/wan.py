@@ -264,8 +264,8 @@ class Wan(Net):
         H, W)."""
         p, embed, image = self.patch, self.condition_embedder, None
         if x.shape[3] % p or x.shape[4] % p:
-            raise BadInput(f"height and width {(*x.shape[3:],)} must be multiples of {p}: a token is {p} x "
-                           f"{p} latents")
+            raise BadInput(f"height and width must be {'even' if p == 2 else f'multiples of {p}'}, not "
+                           f"{(*x.shape[3:],)}: a token is {p} x {p} latents")
         own = self.need(cond, text=self.text_dim) if self.text_dim else [self.labels(cond, x[:, 0, 0, 0, 0])]
         text = embed["text_embedder"](own[0] if self.text_dim else own[0][:, None])             # (B, L, D)
         if self.image_dim:
