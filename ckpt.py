@@ -5,10 +5,10 @@
     N.{net}_model/rank_00000.pth         with sharded nets beside it: the rows that each rank holds, of nets,
     N.{ema}_model/  N.{phase}_optim/     averages and optimizers; shards says how many files, and their keys
 
-A file is written under a temporary name, synced, and renamed, so a kill at any moment leaves whole files
-only. Loading is weights-only (no pickled code runs) and checks every byte against the archive's checksums; a
-stamp tells files of one save from another's. Why not torch.distributed.checkpoint: its metadata is a pickle,
-nothing notices a flipped byte, and a save in the background runs collectives of its own.
+A kill at any moment leaves whole files only. Loading is weights-only (no pickled code runs) and checks every
+byte against the archive's checksums; a stamp tells files of one save from another's. Why not
+torch.distributed.checkpoint: its metadata is a pickle, nothing notices a flipped byte, and a save in the
+background runs collectives of its own.
 
 A *source* names weights for a net, `path[#entry]`: a run folder (its newest checkpoint) or a checkpoint, the
 entry being a net or an EMA in it; a plain file of weights; a folder of safetensors, as diffusers writes a
@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 import files
 import shard
@@ -38,21 +39,16 @@ from common import BadInput, everyone, from_rank0, on_rank0
 ROOT = Path(__file__).resolve().parent
 FORMAT = 2
 KINDS = dict(nets="model", emas="model", optims="optim")
+SHARDS = r"\w+_(model|optim)"
 
 
 def path(folder, it):
     return folder / f"{it:07d}.pth"
 
 
-def scan(folder):
-    """Iterations that have a checkpoint in `folder`, ascending; [] if there are none."""
-    return sorted(int(n[:7]) for n in files.names(folder) if re.fullmatch(r"[0-9]{7}\.pth", n))
-
-
-def unfinished(folder):
-    """Iterations that have shards but no N.pth, ascending: what a killed save leaves."""
-    found = {int(n[:7]) for n in files.names(folder) if re.fullmatch(r"[0-9]{7}\.\w+_(model|optim)", n)}
-    return sorted(found - set(scan(folder)))
+def scan(folder, ending=r"pth"):
+    """Iterations that have a checkpoint in `folder`, ascending; or that have SHARDS, whole or not."""
+    return sorted({int(n[:7]) for n in files.names(folder) if re.fullmatch(rf"[0-9]{{7}}\.{ending}", n)})
 
 
 class Damaged(BadInput):
@@ -61,8 +57,22 @@ class Damaged(BadInput):
 
 # ---- shards ------------------------------------------------------------------------------------------------
 
-class Shards(Mapping):
-    """{key: whole tensor} of one folder of rank files and, in `plain`, of the record. Reads what is asked."""
+class Lazy(Mapping):
+    """{key: tensor}: what `index`, {key: (shape, type)}, names is read when asked for, `plain` is here."""
+    plain = {}
+
+    def __getitem__(self, key):
+        return self.read(key) if key in self.index else self.plain[key]
+
+    def __iter__(self):
+        yield from [*self.index, *self.plain]
+
+    def __len__(self):
+        return len(self.index) + len(self.plain)
+
+
+class Shards(Lazy):
+    """The tensors of one folder of rank files and, in `plain`, of the record."""
 
     def __init__(self, plain, folder, index, count, stamp):
         self.plain, self.folder, self.index, self.count, self.stamp = plain, folder, index, count, stamp
@@ -87,15 +97,8 @@ class Shards(Mapping):
                  for at in range(first // each, -(-end // each))]
         return torch.cat(parts) if parts else self.file(0)[key][:0]
 
-    def __getitem__(self, key):
-        return self.rows(key, 0, self.index[key][0][0]) if key in self.index else self.plain[key]
-
-    def __iter__(self):
-        yield from self.index
-        yield from self.plain
-
-    def __len__(self):
-        return len(self.index) + len(self.plain)
+    def read(self, key):
+        return self.rows(key, 0, self.index[key][0][0])
 
     def __getstate__(self):                             # to the other ranks, which open files themselves
         return vars(self) | dict(opened={}, plain=meta(self.plain))
@@ -111,9 +114,7 @@ def spec(held, key):
 
 def meta(content):
     """A nested dict without the values of its tensors (numbers stay)."""
-    if isinstance(content, dict):
-        return {k: meta(v) for k, v in content.items()}
-    return content.to("meta") if torch.is_tensor(content) and content.dim() else content
+    return tree_map(lambda v: v.to("meta") if torch.is_tensor(v) and v.dim() else v, content)
 
 
 def shared(content, group):
@@ -153,10 +154,9 @@ def whole(state, file):
 
 def save(file, content):
     """Write one file, with one retry (network file systems hiccup; a full disk may have been cleared)."""
-    try:
-        files.write(file, lambda f: torch.save(content, f))
-    except BadInput:
-        files.write(file, lambda f: torch.save(content, f))
+    with contextlib.suppress(BadInput):
+        return files.write(file, lambda f: torch.save(content, f))
+    files.write(file, lambda f: torch.save(content, f))
 
 
 def clear(folder, its, kept=()):
@@ -166,56 +166,53 @@ def clear(folder, its, kept=()):
             files.remove(folder / name)
 
 
-def prune(folder, keep_last, done):
-    """Delete all but the newest `keep_last` checkpoints up to `done`, the one just written (later ones are
-    damaged, else the run would be past them), and what unfinished saves before it left; 0 keeps all."""
-    if keep_last:
-        clear(folder, range(done + 1), kept=[n for n in scan(folder) if n <= done][-keep_last:])
-
-
 class Saver:
     """Writes the checkpoints of a run; every rank calls its methods alike, in the same iterations. In the
     background: what is saved is first copied to host memory, then written by a thread, without collectives;
-    `finish` commits it, in the next `save` or once no rank is `busy` any more."""
+    `finish` commits it, in the next `save` or once no rank is `busy` any more. saved: the last one's
+    iteration."""
 
-    def __init__(self, folder, keep_last, background, rank, gloo, mesh, say):
-        self.folder, self.keep_last, self.background, self.say = folder, keep_last, background, say
-        self.rank, self.gloo, self.at, self.count, self.writes = rank, gloo, 0, 0, rank == 0
+    def __init__(self, folder, cfg, saved, rank, gloo, mesh, say):
+        self.folder, self.saved, self.rank, self.gloo, self.say = folder, saved, rank, gloo, say
+        self.keep_last, self.background = cfg["keep_last"], cfg["async_save"]
+        self.at, self.count, self.writes = 0, 0, rank == 0
         if mesh is not None:
             *replica, self.at = mesh.get_coordinate()
             self.count, self.writes = mesh.size(mesh.ndim - 1), sum(replica) == 0   # replicas write once
-        self.due = self.thread = self.error = None      # due: (it, record) that finish() commits
+        self.due = self.thread = None                   # due: (it, record) that finish() commits
 
     def save(self, it, content, wait=False):
         """content(): the state dict, with this rank's rows of sharded tensors. BadInput on every rank if any
-        could not write."""
+        could not write. Nothing where `it` is saved."""
         self.finish()
+        if it == self.saved:
+            return
+        self.saved = it
         record, parts, self.error = None, {}, None
         background = self.background and not wait
         stamp = from_rank0(secrets.token_hex(4), self.gloo) if self.count else ""
         try:
             if self.count or self.rank == 0:
                 record, parts = split(content(), self.count, stamp)
-            record, parts = record if self.rank == 0 else None, parts if self.writes else {}
-            if background:
-                record, parts = snapshot(record), snapshot(parts)
+            written = record if self.rank == 0 else None, parts if self.writes else {}
+            copy = lambda v: v.detach().to("cpu", copy=True) if torch.is_tensor(v) else v       # noqa: E731
+            record, parts = tree_map(copy, written) if background else written
         except BadInput as e:
-            self.error = str(e)
-        self.due = it, record
+            self.error, parts = str(e), {}
+        self.due, args = (it, record), (it, record, parts, stamp)
         if background:
-            self.thread = threading.Thread(target=self.write, args=(it, record, parts, stamp), name="save")
+            self.thread = threading.Thread(target=self.write, args=args, name="save")
             self.thread.start()
         else:
-            self.write(it, record, parts, stamp)
+            self.write(*args)
             self.finish()
 
     def write(self, it, record, parts, stamp):
         """This rank's files; of replicas the whole checkpoint."""
         try:
-            for part, rows in parts.items() if self.error is None else ():
-                folder = self.folder / f"{it:07d}.{part}"
-                files.make(folder)
-                save(folder / f"rank_{self.at:05d}.pth", dict(stamp=stamp, rows=rows))
+            for part, rows in parts.items():
+                file = self.folder / f"{it:07d}.{part}" / f"rank_{self.at:05d}.pth"
+                save(file, dict(stamp=stamp, rows=rows))
             if self.error is None and self.rank == 0 and not self.count:
                 save(path(self.folder, it), record)
         except Exception as e:
@@ -233,31 +230,22 @@ class Saver:
         """Wait for what is being written, if anything is, and commit it."""
         self.wait()
         if self.due is not None:
-            (it, record), self.due = self.due, None
-            error = next(filter(None, everyone(self.error, self.gloo)), None)
-            if error is not None:
-                raise BadInput(error)
-            on_rank0(lambda: self.commit(it, record), self.gloo)
+            due, self.due = self.due, None
+            if errors := [*filter(None, everyone(self.error, self.gloo))]:
+                raise BadInput(errors[0])
+            on_rank0(lambda: self.commit(*due), self.gloo)
 
     def commit(self, it, record):
+        """The record of shards; then older checkpoints go, and what saves that did not finish left. Later
+        ones stay: they are damaged, else the run would be past them."""
         if self.count:
             save(path(self.folder, it), record)
         try:
-            prune(self.folder, self.keep_last, it)
+            if self.keep_last:
+                older = [n for n in scan(self.folder) if n <= it]
+                clear(self.folder, range(it + 1), kept=older[-self.keep_last:])
         except BadInput as e:                           # what is there too much can wait
-            self.say(f"WARNING: {e}")
-
-    def alone(self, it, content):
-        """Write a checkpoint without the other ranks, which may be gone: of replicas, on rank 0."""
-        self.wait()
-        save(path(self.folder, it), split(content)[0])
-
-
-def snapshot(content):
-    """A nested dict with its tensors copied to host memory."""
-    if isinstance(content, dict):
-        return {k: snapshot(v) for k, v in content.items()}
-    return content.detach().to("cpu", copy=True) if torch.is_tensor(content) else content
+            self.say.warn(f"WARNING: {e}")
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -270,7 +258,7 @@ def load(file, name=None):
         with files.fetch(file) as here:
             if here.suffix == ".safetensors":
                 lazy = Safetensors([here])              # of a URL's copy all, before it goes
-                return lazy if here == file else dict(lazy)
+                return lazy if here == name else dict(lazy)
             with zipfile.ZipFile(here) as z:
                 bad = z.testzip()                     # torch.load itself would load a flipped byte in silence
             if bad:
@@ -308,25 +296,25 @@ def newest(folder, say, group=None):
     Every rank of the gloo group calls it; rank 0 has the tensors of N.pth, every rank those of shards."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
     for it in from_rank0(scan(folder)[::-1] if rank == 0 else None, group):
-        state = error = None                            # error: (may it pass?, sentence)
+        state = error = None
         try:
-            if rank == 0:
-                state = load_checkpoint(path(folder, it))
+            state = load_checkpoint(path(folder, it)) if rank == 0 else None
         except BadInput as e:
-            error = not isinstance(e, Damaged), str(e)
+            error = e
         state = shared(state, group)
         try:
             for held in (h for kind in KINDS for h in (state or {}).get(kind, {}).values()):
                 for at in range(rank, getattr(held, "count", 0), ranks):
                     held.file(at)
         except BadInput as e:
-            error = not isinstance(e, Damaged), str(e)
-        error = max(filter(None, everyone(error, group)), default=None)
-        if error is None:
+            error = e
+        told = error and (not isinstance(error, Damaged), str(error))       # may it pass?
+        worst = max(filter(None, everyone(told, group)), default=None)
+        if worst is None:
             return it, state
-        if error[0]:
-            raise BadInput(error[1])
-        say(f"WARNING: {error[1]}; falling back to the checkpoint before it")
+        if worst[0]:
+            raise BadInput(worst[1])
+        say(f"WARNING: {worst[1]}; falling back to the checkpoint before it")
     return None, None
 
 
@@ -343,14 +331,6 @@ def find(name):
         if os.path.exists(p):                           # p.exists() raises where a name is too long
             return p.resolve()
     return None
-
-
-def pin(here):
-    """dict(size, crc) of a local file: of the checksums in a .pth archive's directory, else of all bytes."""
-    size = here.stat().st_size
-    with contextlib.suppress(Exception), zipfile.ZipFile(here) as z:     # a damaged one raises all sorts
-        return dict(size=size, crc=zlib.crc32(repr([(i.CRC, i.file_size) for i in z.infolist()]).encode()))
-    return dict(size=size, crc=size and zlib.crc32(np.memmap(here, mode="r")))
 
 
 def hub(name):
@@ -382,8 +362,8 @@ def weight_files(folder, entry=""):
     return []
 
 
-class Safetensors(Mapping):
-    """{key: tensor} of safetensors files. A file is open while a tensor is read and no longer, as what is
+class Safetensors(Lazy):
+    """The tensors of safetensors files. A file is open while a tensor is read and no longer, as what is
     mapped counts as memory."""
     types = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
                  I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
@@ -408,81 +388,77 @@ class Safetensors(Mapping):
             raise Damaged(f"{name} cannot be read as weights ({str(e).splitlines()[0]}); is it whole, and of "
                           f"tensors?") from e
 
-    def __getitem__(self, key):
+    def read(self, key):
         with self.opened(self.where[key]) as f:
             return f.get_tensor(key)
 
-    def __iter__(self):
-        return iter(self.where)
 
-    def __len__(self):
-        return len(self.where)
-
-
-def pin_files(names):
-    """dict(size, crc) of safetensors files: of their names, sizes and headers."""
-    crc, size = 0, 0
-    for name in names:
-        with open(name, "rb") as f:
+def pin(here, entry=""):
+    """dict(size, crc) of local weights: of the checksums in a .pth archive's directory; of a folder's
+    safetensors names, sizes and headers; else of all bytes."""
+    parts, crc = weight_files(here, entry), 0
+    size = sum(file.stat().st_size for file in parts or [here])
+    for file in parts:
+        with open(file, "rb") as f:
             head = f.read(int.from_bytes(f.read(8), "little"))
-        size += name.stat().st_size
-        crc = zlib.crc32(repr((name.name, name.stat().st_size)).encode() + head, crc)
+        crc = zlib.crc32(repr((file.name, file.stat().st_size)).encode() + head, crc)
+    if here.is_file():
+        with contextlib.suppress(Exception), zipfile.ZipFile(here) as z:     # a damaged one raises all sorts
+            sums = repr([(i.CRC, i.file_size) for i in z.infolist()])
+            return dict(size=size, crc=zlib.crc32(sums.encode()))
+        crc = size and zlib.crc32(np.memmap(here, mode="r"))
     return dict(size=size, crc=crc)
 
 
 def resolve(source, hint=""):
     """Pin a source to one file: dict(file, entry, it, size, crc); it = -1 for a plain file. Raises BadInput,
-    with `hint` as the cure, if there is no such file. A file of this repository is kept relative to it."""
+    with `hint` as the cure, if there is no such file. A file of this repository is kept relative to it, one
+    of the hub by the revision that its cache's folder names."""
     name, _, entry = source.partition("#")
-    file = find(name) if name else None                 # "" would be the working directory
+    file, it = find(name) if name else None, -1         # "" would be the working directory
+    hubs = name.startswith("hf://")
     if file is None and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name.split("/")[0]):
-        file = hub(name)
+        file, hubs = hub(name), True
     if file is None:
         raise BadInput(f"{name or repr(source)} does not exist{'; ' + hint if hint else ''}")
-    it = -1
-    entries = files.names(file)
-    if parts := isinstance(file, Path) and file.is_dir() and weight_files(file, entry):
-        if name.startswith("hf://") or not find(name):  # kept by the revision that its cache's folder names
-            file = f"hf://{name.removeprefix('hf://').partition('@')[0]}@{file.name}"
-        return dict(file=str(file), entry=entry, it=it, **pin_files(parts))
-    if entries or file.is_dir():
-        folder = file / "checkpoints" if "checkpoints" in entries else file
-        it, _ = newest(folder, lambda text: print(text, flush=True))
-        if it is None:
-            raise BadInput(f"{name} holds no checkpoints{'; ' + hint if hint else ''}")
-        file = path(folder, it)
-    elif re.fullmatch(r"[0-9]{7}\.pth", file.name):
-        it = int(file.stem)
-    inside = isinstance(file, Path) and file.is_relative_to(ROOT / "assets")
+    entries, local = files.names(file), isinstance(file, Path)
+    if local and weight_files(file, entry):
+        kept = f"hf://{name.removeprefix('hf://').partition('@')[0]}@{file.name}" if hubs else file
+    else:
+        if entries or file.is_dir():
+            folder = file / "checkpoints" if "checkpoints" in entries else file
+            it, _ = newest(folder, lambda text: print(text, flush=True))
+            if it is None:
+                raise BadInput(f"{name} holds no checkpoints{'; ' + hint if hint else ''}")
+            file = path(folder, it)
+        elif re.fullmatch(r"[0-9]{7}\.pth", file.name):
+            it = int(file.stem)
+        kept = file.relative_to(ROOT) if local and file.is_relative_to(ROOT / "assets") else file
     with files.fetch(file) as here:
-        return dict(file=str(file.relative_to(ROOT) if inside else file), entry=entry, it=it, **pin(here))
+        return dict(file=str(kept), entry=entry, it=it, **pin(here, entry))
 
 
 def read(source):
     """Tensors by name of a resolved source. Entry "" means the student of a checkpoint, or a plain file's
     only content. Raises BadInput if the file is gone or another one than when it was resolved."""
-    file, content, pins = find(source["file"]), None, {k: source[k] for k in ("size", "crc")}
-    if isinstance(file, Path) and file.is_dir():
-        parts = weight_files(file, source["entry"])
-        if parts and pin_files(parts) == pins:
-            return Safetensors(parts)
-    elif file is not None:
+    file, entry, content = find(source["file"]), source["entry"], None
+    if file is not None:
         with files.fetch(file) as here:                 # of a URL: one copy for both
-            if pin(here) == pins:
+            if pin(here, entry) == {k: source[k] for k in ("size", "crc")}:
+                if parts := weight_files(here, entry):
+                    return Safetensors(parts)
                 content = load(here, file)
     if content is None:
         raise BadInput(f"{source['file']} is {'not the file it was' if file else 'gone'} since this run "
                        f"began ({source['size']} bytes then); put it back, or start anew with --name NEW")
-    entry = source["entry"]
     if content.get("format") == FORMAT and "nets" in content:
         content = whole(content, file)
-        content = content["nets"] | content["emas"]
-        entry = entry or "student"
-    elif entry == "" and (isinstance(content, Safetensors) or all(map(torch.is_tensor, content.values()))):
-        content = {"": content}
+        content, entry = content["nets"] | content["emas"], entry or "student"
+    elif entry == "" and (isinstance(content, Lazy) or all(map(torch.is_tensor, content.values()))):
+        return content
     held = content.get(entry)
-    if not isinstance(held, (dict, Shards, Safetensors)):
-        entries = ", ".join(str(k) for k, v in content.items() if isinstance(v, dict)) or "plain weights"
+    if not isinstance(held, Mapping):
+        entries = ", ".join(str(k) for k, v in content.items() if isinstance(v, Mapping)) or "plain weights"
         raise BadInput(f"{source['file']} has no entry {entry or '(none given)'}; it has {entries}: write "
                        f"the source as path#entry")
     if isinstance(held, dict) and not all(isinstance(k, str) and torch.is_tensor(v) for k, v in held.items()):

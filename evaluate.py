@@ -41,6 +41,7 @@ import files
 import sample
 import train
 import trainer
+import watch
 from common import BadInput
 
 CLASSIFIER = Path(__file__).resolve().parent / "assets" / "classifier.pth"
@@ -202,7 +203,7 @@ def plan(run, args, device):
     for name, given in names.items():
         net = sample.load_net(run, name, device)
         for steps in sample.numbers("--steps", given or str(sample.own_steps(run, name)), 1001):
-            calls = trainer.watch_calls({name: net})
+            calls = watch.count_calls({name: net})
             next(sample.draw(run, net, name, [0], torch.tensor([0]), steps, 0, 1, device, frames=args.frames))
             found.append((name, net, steps, len(calls)))
     return found

@@ -72,12 +72,13 @@ def spoken(verb, file):
 
 
 def write(file, save):
-    """Call save(f), f a binary file open for writing, and put that in place of `file` in one step. If it
-    fails what was there before stays, and an error of the disk or the store is BadInput."""
+    """Call save(f), f a binary file open for writing, and put that in place of `file` in one step; its folder
+    is made. If it fails what was there before stays, and an error of the disk or the store is BadInput."""
     local = isinstance(file, Path)
     with spoken("write", file), (contextlib.nullcontext(file.parent) if local else
                                  tempfile.TemporaryDirectory(prefix="fewstep_")) as folder:
         hidden = Path(folder, f".{file.name}.{os.getpid()}.tmp")
+        hidden.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(hidden, "wb") as f:
                 save(f)
@@ -95,11 +96,16 @@ def write(file, save):
             hidden.unlink(missing_ok=True)
 
 
-def make(folder):
-    """Create a folder and those above it; a store has none (s3fs would create a bucket)."""
-    with spoken("create", folder):
-        if isinstance(folder, Path):
-            folder.mkdir(parents=True, exist_ok=True)
+def make(folder, cure="give another place"):
+    """Create a folder and those above it; BadInput with this cure if nothing can be written there."""
+    if not isinstance(folder, Path):                    # a store has no folders to create, so it is asked
+        write(folder / ".writable", lambda f: f.write(b"yes"))
+        return remove(folder / ".writable")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise BadInput(f"{folder} cannot be written to ({e.strerror}); {cure}") from None
 
 
 def remove(file):

@@ -6,7 +6,7 @@ own rows. So no rank holds more than its shards, one tensor, and, rank 0, the fi
 """
 import re
 import zlib
-from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,14 @@ def fill(nets, models, inits, sources, state, trainable, cfg, device):
         own, kept, given = model.state_dict(), state["nets"].get(name) if state else None, {}
         complete = kept is not None and set(kept) == set(own)
         if source is not None and not complete:
-            held = nets[source].state_dict() if source in nets else Renamed(model, sources[source])
-            given = adapted(model, models[source].state_dict() if source in nets else held)
-            check(own, given, f"{name} ({source})", optional=net.optional)
+            at, given = fitting(models, name, source, sources)
         draw(net, model, name, cfg["seed"], own if complete else given)
-        tensors = net.state_dict()
+        tensors, held = net.state_dict(), nets[source].state_dict() if source in nets else sources.get(source)
         for key, spec in given.items():
             if source in nets:
-                value = adapt(model, key, shard.whole(held[key], device))
+                value = adapt(model, key, shard.whole(held[at[key]], device))
             else:
-                value = spread(lambda: adapt(model, key, held[key]), spec, device)
+                value = spread(lambda: adapt(model, key, held[at[key]]), spec, device)
             shard.put(tensors[key], value)
         if kept is not None:
             check(own, kept, f"{name} (checkpoint)", keys=saved_keys(model, trainable[name]))
@@ -52,24 +50,11 @@ def needed(models, inits, state):
 
 
 def order(nets, inits):
-    """Names of nets, each after the one it starts from."""
-    waiting, done = list(nets), []
-    while waiting:
-        ready = [n for n in waiting if inits.get(n) not in waiting]
-        if not ready:
-            raise BadInput(f"init() goes in a circle: {', '.join(f'{n} <- {inits[n]}' for n in waiting)}")
-        done, waiting = done + ready, [n for n in waiting if n not in ready]
-    return done
-
-
-def check_sources(nets, inits, sources):
-    """BadInput where a source does not fit its net, before any work. nets: as built; sources: tensors."""
-    for name in order(nets, inits):
-        source = inits.get(name)
-        if source in nets or source in sources:
-            held = nets[source].state_dict() if source in nets else Renamed(nets[name], sources[source])
-            check(nets[name].state_dict(), adapted(nets[name], held), f"{name} ({source})",
-                  optional=nets[name].optional)
+    """Names of nets, each after the one it starts from. BadInput where there is no such order."""
+    try:
+        return [*TopologicalSorter({n: {inits.get(n)} & nets.keys() for n in nets}).static_order()]
+    except CycleError as e:
+        raise BadInput(f"init() goes in a circle: {' <- '.join(e.args[1][::-1])}") from None
 
 
 def draw(net, model, name, seed, given=()):
@@ -78,19 +63,19 @@ def draw(net, model, name, seed, given=()):
     Buffers that are in no checkpoint are rebuilt on the way."""
     tensors, given = dict([*net.named_parameters(), *net.named_buffers()]), set(given)
     for module_name, module in model.named_modules():
-        prefix = module_name + "." if module_name else ""
-        keys = {prefix + k for k, _ in module.named_parameters(recurse=False)}
-        keys |= {prefix + k for k, _ in module.named_buffers(recurse=False)}
-        if keys <= given:                               # nothing here, or all of it is loaded
+        def own():
+            tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            return {f"{module_name}.{k}".lstrip("."): v for k, v in tensors}
+        if own().keys() <= given:                       # nothing here, or all of it is loaded
             continue
         if not hasattr(module, "reset_parameters"):
-            raise BadInput(f"{type(module).__name__} ({name}.{module_name}) owns {sorted(keys)[0]} but has "
+            raise BadInput(f"{type(module).__name__} ({name}.{module_name}) owns {min(own())} but has "
                            f"no reset_parameters(); give it one that fills its parameters and buffers")
         module.to_empty(device="cpu", recurse=False)
         common.seed_default(common.hash_seed(seed, name, module_name))
         module.reset_parameters()
-        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            shard.put(tensors[prefix + key], tensor)
+        for key, tensor in own().items():
+            shard.put(tensors[key], tensor)
         module.to_empty(device="meta", recurse=False)
 
 
@@ -110,30 +95,18 @@ def theirs(model, layout):
     return names
 
 
-class Renamed(Mapping):
-    """A source under the net's own names: those it has, or by the layout that most of its keys belong to."""
-
-    def __init__(self, model, held):
-        ways = [theirs(model, layout) for layout in ("", *getattr(model, "layouts", ()))]
-        best = max(ways, key=lambda names: len(names.keys() & held.keys()))
-        self.held, self.names = held, {best.get(key, key): key for key in held}
-        index = getattr(held, "index", {})
-        self.index = {key: index[at] for key, at in self.names.items() if at in index}
-
-    def __getitem__(self, key):
-        return self.held[self.names[key]]
-
-    def __iter__(self):
-        return iter(self.names)
-
-    def __len__(self):
-        return len(self.names)
-
-
-def adapted(model, held):
-    """Shapes and types, on the meta device, of what a source has for a net. Nothing is read."""
-    pairs = ((k, adapt(model, k, ckpt.spec(held, k).to("meta"))) for k in held)
-    return {k: v for k, v in pairs if v is not None}
+def fitting(models, name, source, sources):
+    """({the net's own name: the source's}, {own name: shape and type, on the meta device}) of what a source
+    gives a net; nothing is read. A source has the net's own names, or the layout that most of its keys belong
+    to. BadInput where it does not fit."""
+    model, held = models[name], models[source].state_dict() if source in models else sources[source]
+    ways = [theirs(model, layout) for layout in ("", *getattr(model, "layouts", ()))]
+    best = max(ways, key=lambda names: len(names.keys() & held.keys()))
+    at = {best.get(key, key): key for key in held}
+    specs = {own: adapt(model, own, ckpt.spec(held, key).to("meta")) for own, key in at.items()}
+    given = {own: spec for own, spec in specs.items() if spec is not None}
+    check(model.state_dict(), given, f"{name} ({source})", optional=model.optional)
+    return at, given
 
 
 def check(own, held, what, keys=None, optional=()):
@@ -177,13 +150,6 @@ def take_all(net, held, device):
         take(tensors[key], held, key, device)
 
 
-@torch.no_grad()
-def copy_net(source, target):
-    """Everything of a net into one that is sharded alike."""
-    for a, b in zip([*source.parameters(), *source.buffers()], [*target.parameters(), *target.buffers()]):
-        shard.local(b).copy_(shard.local(a))
-
-
 def saved_keys(net, trainable):
     """Keys of a net in a checkpoint: trainable parameters and buffers; frozen ones come from their source."""
     parameters = {k for k, _ in net.named_parameters()}
@@ -201,9 +167,7 @@ def uneven_buffers(nets, gloo):
 def saved_state(name, net, trainable):
     """What a checkpoint holds of a net. Raises BadInput rather than keep weights that are not finite."""
     state = net.state_dict()
-    norms = torch._foreach_norm([shard.local(state[k]) for k in trainable]) if trainable else ()
-    finite = torch.stack(norms).isfinite().tolist() if trainable else ()
-    bad = [k for k, fine in zip(trainable, finite) if not fine]
+    bad = [k for k in trainable if not shard.local(state[k]).isfinite().all()]
     if bad:
         raise BadInput(f"{len(bad)} weights of {name} are not finite ({bad[0]}, ...), so no checkpoint is "
                        f"written; a lower --lr or --clip may help")
@@ -226,7 +190,7 @@ def take_moments(opts, names, saved, device):
                 continue
             (i, p), spec = own[name], ckpt.spec(held, key)
             if spec.shape == p.shape:
-                value = shard.like(torch.empty_like(shard.local(p), dtype=spec.dtype), p)
+                value = torch.empty_like(p, dtype=spec.dtype, requires_grad=False)
                 take(value, held, key, device)
             else:
                 value = spread(lambda: held[key], spec, device) if spec.dim() else held[key]

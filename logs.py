@@ -1,4 +1,4 @@
-"""What a run says: means over a window, metrics.jsonl, the log line, the bar, wandb, --dry_run's plan."""
+"""What a run says: means over a window, metrics.jsonl, the log line, the bar, pictures, wandb."""
 import contextlib
 import json
 import netrc
@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange
 
 import ckpt
 import common
 import data
 import files
 import resume
-import watch
 from nets import encoders
 
 
@@ -31,19 +32,18 @@ class Meter:
     def add(self, values):
         for key, value in values.items():
             s, n = self.sums.get(key, (0.0, 0))
-            self.sums[key] = s + torch.as_tensor(value).detach().float().reshape(()), n + 1
+            self.sums[key] = s + torch.as_tensor(value).float().reshape(()), n + 1
 
     def flush(self):
         """{key: mean}; keys of the student's turns (from `loss` on) come first, whoever's turn was first."""
-        keys, *others = common.everyone(list(self.sums), self.gloo)
-        apart = set().union(keys, *others) - set(keys).intersection(*others)
-        if apart:
+        ranks, sums, self.sums = common.everyone(list(self.sums), self.gloo), self.sums, {}
+        keys = list(sums)
+        if apart := set().union(*ranks) - set(keys).intersection(*ranks):
             raise common.BadInput(f"step() logs {', '.join(sorted(apart))} on some ranks only; log it on all")
         if not keys:
             return {}
-        sums, self.sums = self.sums, {}
         device = max((s.device for s, _ in sums.values()), key=lambda device: device.type != "cpu")
-        values = torch.stack([sums[k][0].to(device) / (1 if k == "skipped" else sums[k][1]) for k in keys])
+        values = torch.stack([s.to(device) / (1 if k == "skipped" else n) for k, (s, n) in sums.items()])
         if self.gloo is not None:
             values = common.all_mean(values)
         means = dict(zip(keys, values.tolist()))
@@ -64,26 +64,26 @@ class Recorder:
     def __call__(self, it, values):
         if self.rank == 0:
             self.lines.append(json.dumps(dict(it=it) | values) + "\n")
-            try:
+            with self.saying():
                 if isinstance(self.file, Path):
                     with files.spoken("write", self.file), open(self.file, "a") as f:
                         f.write(self.lines[-1])
                 else:
                     files.write(self.file, lambda f: f.write("".join(self.lines).encode()))
-            except common.BadInput as e:
-                self.say(f"WARNING: {e}", "warning")
             self.report(lambda wandb: wandb.log(values, step=it))
 
     def picture(self, it, images, file, columns):
-        try:
+        with self.saying():
             save_grid(images, file, columns)
             with files.fetch(file) as here:
                 self.report(lambda wandb: wandb.log({"samples": wandb.Image(str(here))}, step=it))
-        except common.BadInput as e:
-            self.say(f"WARNING: {e}", "warning")
 
-    def close(self):
-        self.report(lambda wandb: wandb.finish())
+    @contextlib.contextmanager
+    def saying(self):
+        try:
+            yield
+        except common.BadInput as e:
+            self.say.warn(f"WARNING: {e}")
 
     def report(self, call):
         """call(wandb). An error there (its process had a SIGTERM, too) ends the reporting, not the run."""
@@ -92,7 +92,7 @@ class Recorder:
                 call(self.wandb)
         except Exception as e:
             self.wandb = None
-            self.say(f"WARNING: wandb ends here ({type(e).__name__}: {e}); metrics.jsonl goes on", "warning")
+            self.say.warn(f"WARNING: wandb ends here ({type(e).__name__}: {e}); metrics.jsonl goes on")
 
     def has(self, it, prefix):
         """True on every rank if a line of `it` has a key with that prefix."""
@@ -112,10 +112,7 @@ class Printer:
             return
         with contextlib.suppress(OSError, ValueError):
             text = f"[rank {self.rank}] {text}" if self.level == "debug" else text
-            if self.bar:
-                self.bar.write(text)
-            else:
-                print(text, flush=True)
+            self.bar.write(text) if self.bar else print(text, flush=True)
 
     def warn(self, text):
         self(text, "warning")
@@ -136,10 +133,15 @@ class Printer:
 # ---- lines of the log --------------------------------------------------------------------------------------
 
 def with_rates(values, batch_size, left, device):
-    """Means of a window, with its speed, the time for the iterations left, memory and the use of a GPU."""
+    """Means of a window, with its speed, the time for the iterations left, memory and, on CUDA, the peak of
+    the allocator and gpu_util, percent of the last second with a kernel (nvidia-ml-py; not under MIG)."""
     s_per_it = values["ms_per_it"] / 1e3
-    return values | dict(img_per_s=batch_size / s_per_it, eta_s=left * s_per_it, mem_gb=memory_gb(device),
-                         **watch.device_values(device))
+    values |= dict(img_per_s=batch_size / s_per_it, eta_s=left * s_per_it, mem_gb=memory_gb(device))
+    if device.type == "cuda":
+        values["reserved_gb"] = torch.cuda.max_memory_reserved(device) / 2 ** 30
+        with contextlib.suppress(Exception):
+            values["gpu_util"] = torch.cuda.utilization(device)
+    return values
 
 
 def log_line(done, total, values):
@@ -150,7 +152,7 @@ def log_line(done, total, values):
         if key not in meta:
             kind = next((k for k in ("norm", "lr") if key.startswith(k)), "loss")
             kind = "norm" if key in ("skipped", "scale") else kind
-            groups[kind].append(f"{key} {value:.1e}" if kind == "lr" else f"{key} {value:.4g}")
+            groups[kind].append(f"{key} {value:{'.1e' if kind == 'lr' else '.4g'}}")
     m, s = divmod(int(values["eta_s"]), 60)
     width = max(6, len(str(total)))
     return " | ".join([
@@ -162,6 +164,7 @@ def log_line(done, total, values):
 
 
 def memory_gb(device):
+    """The peak of the allocator on CUDA, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -169,23 +172,9 @@ def memory_gb(device):
 
 
 def config_lines(cfg, changed):
-    changed = dict(changed)
     return ["config (* = set by preset or command line)"] + [
-            f"{'*' if k in changed else ' '} {k} = {v!r}" +
-            (f"   (default {changed[k]!r})" if k in changed else "") for k, v in cfg.items()]
-
-
-def net_lines(nets, trainable):
-    for name, net in nets.items():
-        sizes = {k: p.numel() for k, p in net.named_parameters()}
-        yield (f"net {name}: {sum(sizes.values()):,} parameters, "
-               f"{sum(sizes[k] for k in trainable[name]):,} trainable")
-
-
-def batch_text(cfg, world):
-    each = cfg["batch_size"] // (world * cfg["accum"])
-    shards = f", nets sharded over {cfg['shard_size'] or world}" if cfg["parallel"] == "fsdp" else ""
-    return f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks{shards}"
+        f"* {k} = {v!r}   (default {changed[k]!r})" if k in changed else f"  {k} = {v!r}"
+        for k, v in cfg.items()]
 
 
 def data_line(cfg, dataset, net, device):
@@ -202,18 +191,28 @@ def data_line(cfg, dataset, net, device):
              "--data_scale 0.18215" if dataset.kind != "image" and not 0.3 < std < 3 else ""))
 
 
-def describe(cfg, nets, trainable, opts, names, plan, world, start, changed):
-    """The first lines of a log. names: {parameter: "net.key"}."""
-    owns = {phase: sorted({names[p].split(".")[0] for g in opt.param_groups for p in g["params"]})
-            for phase, opt in opts.items()}
+def describe(cfg, changed, plan, world, start=None, opts={}, owners={}):
+    """The first lines of a log: config, parameters, batch arithmetic, optimizers and the nets that each owns;
+    without a start what --dry_run prints, with memory."""
+    lines, each = config_lines(cfg, changed), cfg["batch_size"] // (world * cfg["accum"])
+    for name, net in plan.nets.items():
+        sizes = {k: p.numel() for k, p in net.named_parameters()}
+        lines.append(f"net {name}: {sum(sizes.values()):,} parameters, "
+                     f"{sum(sizes[k] for k in plan.trainable[name]):,} trainable")
+    shards = f", nets sharded over {cfg['shard_size'] or world}" if cfg["parallel"] == "fsdp" else ""
+    batch = f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks{shards}"
+    if start is None:
+        samples, gb = cfg["max_iter"] * cfg["batch_size"], sum(state_gb(cfg, plan.nets, world).values())
+        return "\n".join([*lines, f"{batch}; {cfg['max_iter']} iterations = {samples:,} samples",
+                          f"memory per rank in float32: {gb:.2f} GB for weights, gradients, two moments and "
+                          f"{len(cfg['ema'])} EMA; activations come on top", f"output {plan.folder}"])
+    lines += [f"optimizer {phase}: {type(opt).__name__} of {', '.join(owners[phase])}, {plan.turns[phase]} "
+              f"turns" for phase, opt in opts.items()]
+    device = f"{plan.device}, {dist.get_backend()}" if world > 1 else plan.device
     return "\n".join(filter(None, [
-        *config_lines(cfg, changed), *net_lines(nets, trainable),
-        *(f"optimizer {phase}: {type(opts[phase]).__name__} of {', '.join(own)}, {plan.turns[phase]} turns"
-          for phase, own in owns.items()),
-        f"{batch_text(cfg, world)} | {plan.device}{f', {dist.get_backend()}' if world > 1 else ''}, "
-        f"{torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",
+        *lines, f"{batch} | {device}, {torch.get_num_threads()} threads | {cfg['amp'] or 'fp32'}",
         f"{'starting' if start == 0 else 'continuing'} at iteration {start}",
-        data_line(cfg, plan.dataset, nets["student"], plan.device), resume.scheduler.resume_details()]))
+        data_line(cfg, plan.dataset, plan.nets["student"], plan.device), resume.scheduler.resume_details()]))
 
 
 def warnings(cfg, plan, opts, sources):
@@ -225,17 +224,6 @@ def warnings(cfg, plan, opts, sources):
         lines.append(f"WARNING: the pairs {cfg['data']} are of --net {meta['net']} --teacher "
                      f"{meta['teacher']}, other weights than this run's --teacher {cfg['teacher']}")
     return lines + encoders.cut(data.captions(plan.dataset) if cfg["encoders"] else (), cfg)
-
-
-def plan(cfg, changed, nets, trainable, world, folder):
-    """What --dry_run prints: config, parameters, batch arithmetic, memory of weights, gradients, moments."""
-    return "\n".join([
-        *config_lines(cfg, changed), *net_lines(nets, trainable),
-        f"{batch_text(cfg, world)}; {cfg['max_iter']} iterations = "
-        f"{cfg['max_iter'] * cfg['batch_size']:,} samples",
-        f"memory per rank in float32: {sum(state_gb(cfg, nets, world).values()):.2f} GB for "
-        f"weights, gradients, two moments and {len(cfg['ema'])} EMA; activations come on top",
-        f"output {folder}"])
 
 
 def state_gb(cfg, nets, world):
@@ -286,13 +274,9 @@ def picture(image):
 
 def sheet(images, columns, pad=1):
     """uint8 images (N, C, H, W), row by row, as one picture; small ones enlarged: a pixel can be seen."""
-    n, c, h, w = images.shape
-    rows, zoom = -(-n // columns), max(1, 64 // h)
-    whole = torch.full((c, rows * (h + pad) + pad, columns * (w + pad) + pad), 255, dtype=torch.uint8)
-    for i, image in enumerate(images.cpu()):
-        y, x = pad + i // columns * (h + pad), pad + i % columns * (w + pad)
-        whole[:, y:y + h, x:x + w] = image
-    whole = picture(whole)
+    images = F.pad(images.cpu(), (pad, 0, pad, 0, 0, 0, 0, -len(images) % columns), value=255)
+    whole = rearrange(images, "(r q) c h w -> c (r h) (q w)", q=columns)
+    whole, zoom = picture(F.pad(whole, (0, pad, 0, pad), value=255)), max(1, 64 // (images.shape[2] - pad))
     return whole.resize((whole.width * zoom, whole.height * zoom), 0)       # 0: nearest
 
 

@@ -5,8 +5,7 @@
     requested()  was this process told to stop: by a signal, by its launcher's death, or by the scheduler
     agreed()     was any rank told to stop: one small MAX all-reduce on the CPU, no device sync
 
-A scheduler is four functions (init, resume_details, termination_requested, request_resume); `Slurm` and the
-no-op `NoScheduler` are below, another is a class with the same four. Nothing here imports torch on import.
+A scheduler is a class with the four functions of `NoScheduler`. Nothing here imports torch on import.
 """
 import atexit
 import contextlib

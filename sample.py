@@ -180,7 +180,7 @@ def read_prompts(text):
 
 
 def make_folder(folder):
-    startup.make_folder(folder, f"{folder} cannot be written to", "give another place")
+    files.make(folder)
 
 
 def arguments(name, text, batch):

@@ -1,12 +1,9 @@
 """FSDP2: every rank holds some rows (dim 0) of each parameter, its gradient, its moments and its average.
 
-    parallel=fsdp    every net is sharded, trained or frozen: its units are gathered for their own forward and
-                     backward pass only. A net too small to have units is replicated, its gradients averaged
-    shard_size=N     rows are shared by groups of N ranks, the groups hold the same (HSDP); 0 = by all ranks
-    reshard=False    a unit stays gathered from its forward to its backward pass: more memory, less traffic
-    offload=True     rows, gradients and moments live in host memory
-    recompute=True   activation checkpointing: a unit's activations are computed again in the backward pass
-    amp=bf16, fp16   gathers and computes in that type; rows, gradients, moments and averages stay float32
+Every net is sharded, trained or frozen: its units are gathered for their own forward and backward pass only.
+A net too small to have units is replicated, its gradients averaged. With shard_size=N rows are shared by
+groups of N ranks, the groups hold the same (HSDP). Under amp units are gathered and computed in that type;
+rows, gradients, moments and averages stay float32.
 
 The root is resharded after its forward pass too. FSDP2's default leaves it gathered, and what is then written
 to an average between two passes is lost in silence. No input is cast: nets cast x_t themselves and t must
@@ -32,10 +29,8 @@ def make_mesh(cfg, world, device, limit):
     if device.type == "cpu" or cfg["offload"]:
         keep_freed(2 ** 20)                             # what a reshard frees, nearly a net, must go back
     size = cfg["shard_size"] or world
-    shape, names = (world // size, size), ("replicate", "shard")
-    if size == world:
-        shape, names = shape[1:], names[1:]
-    mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    shape = dict(replicate=world // size, shard=size) if size < world else dict(shard=size)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (*shape.values(),), mesh_dim_names=(*shape,))
     for group in mesh.get_all_groups():                 # new ones have torch's default timeout
         dist.distributed_c10d._set_pg_timeout(limit, group)
     return mesh
@@ -83,7 +78,8 @@ def wrap(net, cfg, mesh, device):
         dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 4096
         for module in found or [net]:
             module.compile(dynamic=False)
-    if mesh is not None and found:
+    split = mesh is not None and bool(found)
+    if split:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard)
         how = dict(
@@ -93,11 +89,11 @@ def wrap(net, cfg, mesh, device):
         for module in [*(m for m in found if m is not net), net]:
             module.register_forward_hook(own_outputs)
             fully_shard(module, **how)
-    net.to_empty(device="cpu" if cfg["offload"] and is_sharded(net) else device)
+    net.to_empty(device="cpu" if cfg["offload"] and split else device)
     for module in net.modules():                        # FSDP2 offloads parameters, not buffers
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
-    if is_sharded(net):     # FSDP2's lazy start takes the type of gradients from the parameters that require
+    if split:               # FSDP2's lazy start takes the type of gradients from the parameters that require
         net._get_fsdp_state()._lazy_init()      # them: it must see all that ever will, not the first phase's
 
 
@@ -115,10 +111,6 @@ def recomputed(forward):
             return forward(*args, **kw)                 # nothing to keep; or inside a jvp, where it fails
         return checkpoint(forward, *args, use_reentrant=False, **kw)
     return run
-
-
-def is_sharded(net):
-    return any(map(sharded, net.parameters()))
 
 
 def sharded(tensor):
@@ -148,15 +140,6 @@ def put(tensor, whole):
     local(tensor).copy_(whole if here is None else whole[here[0]:here[1]])
 
 
-def like(tensor, own):
-    """A local tensor in the place of `own`: a DTensor if that is one."""
-    if not sharded(own):
-        return tensor
-    from torch.distributed.tensor import DTensor
-    return DTensor.from_local(tensor, own.device_mesh, own.placements, run_check=False, shape=own.shape,
-                              stride=own.stride())
-
-
 def whole(tensor, device):
     """The whole tensor on `device`; every rank must ask."""
     return tensor.detach().to(device).full_tensor() if sharded(tensor) else tensor.detach().to(device)
@@ -169,10 +152,14 @@ def reshard(nets):
             module.reshard()
 
 
-def settle(nets):
-    """After requires_grad has changed. FSDP2 passes that on to the gathered twin of a parameter in its next
-    forward pass, which fails if that runs inside torch.func.jvp (2.13)."""
-    for module in (m for net in nets for m in net.modules() if hasattr(m, "_get_fsdp_state")):
+def turn_to(phase, owned, nets):
+    """From here on only the parameters of this phase's optimizer (owned: those of each) require gradients.
+    FSDP2 would pass that on to the gathered twin of a parameter in its next forward pass, which fails inside
+    torch.func.jvp (2.13)."""
+    for other, params in owned.items():
+        for p in params:
+            p.requires_grad_(other == phase)
+    for module in (m for net in nets.values() for m in net.modules() if hasattr(m, "_get_fsdp_state")):
         for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):
             for p in group.fsdp_params:
                 if hasattr(p, "_unsharded_param"):

@@ -10,10 +10,10 @@ import json
 import math
 import os
 import re
-import tempfile
 import time
 import zlib
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,13 +27,14 @@ import files
 import fill
 import resume
 import shard
-import watch
 from common import BadInput, from_rank0, on_rank0
 from nets import encoders
 
 CHOICES = dict(amp=("", "bf16", "fp16"), parallel=("ddp", "fsdp"), resume=("auto", "force", ""),
                wandb=("", "online", "offline", "disabled"), log_level=("debug", "info", "warning"),
                device=("", "cuda", "mps", "cpu"), encoder_dtype=("", "bf16"))
+COUNTED = re.compile(r"(max|lr)_\w+|\w+_(weight|decay|every|ratio|size|rate)|lr|clip|seed|warmup|workers|"
+                     r"augment|stop_at|keep_last|timeout_s")            # keys whose values are 0 or more
 LEAST = dict(data_scale=1e-9, batch_size=1, accum=1, val_batches=1, steps=1, classes=-1)
 MOST = dict(augment=1, max_iter=9_999_999)              # N.pth has seven digits
 
@@ -44,8 +45,9 @@ def plan(method, cfg, world, local, defaults):
     check(cfg, world, defaults)
     if cfg["offline"]:
         os.environ["HF_HUB_OFFLINE"] = "1"              # read where the hub's client is imported first
-    watch.profile_window(cfg)
-    watch.deterministic(cfg["deterministic"])
+    if cfg["deterministic"]:                            # cuBLAS reads this when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(cfg["deterministic"])
     device = pick_device(cfg, local)
     torch.set_float32_matmul_precision("high" if cfg["tf32"] else "highest")
     torch.backends.cudnn.allow_tf32 = cfg["tf32"]
@@ -54,7 +56,7 @@ def plan(method, cfg, world, local, defaults):
         cfg["classes"] = dataset.classes
     with torch.device("meta"):
         nets = method.build(cfg)
-    check_nets(method, cfg, nets, defaults, hasattr(dataset, "texts"))
+    inits, turns = check_method(method, cfg, nets, defaults, hasattr(dataset, "texts"))
     val_set = data.load(cfg, split="val") if cfg["val_every"] else dataset
     for key, some in ("data", dataset), ("val_data", val_set):
         shape = encoders.shapes(cfg, some.shape, some.kind)
@@ -63,7 +65,6 @@ def plan(method, cfg, world, local, defaults):
                            f"takes {tuple(nets['student'].x_shape)}; choose a net of that shape")
         for _, changes in val_settings(cfg) if hasattr(method, "check") else ():
             method.check(some, nets, cfg | changes)
-    inits, turns = check_method(method, cfg, nets)
     return SimpleNamespace(
         device=device, dataset=dataset, val_set=val_set, nets=nets, inits=inits, turns=turns,
         trainable={n: [k for k, p in net.named_parameters() if p.requires_grad] for n, net in nets.items()},
@@ -78,9 +79,8 @@ def check(cfg, world, defaults):
         if cfg[key] in ("", ".", "..") or "/" in cfg[key]:
             raise BadInput(f"--{key} {cfg[key]!r} cannot be the name of a folder; leave out / and dots alone")
     for key, value in cfg.items():
-        counted = re.fullmatch(r"(max|lr)_\w+|\w+_(weight|decay|every|ratio|size|rate)|lr|clip|seed|warmup|"
-                               r"workers|augment|stop_at|keep_last|timeout_s", key)
-        low, high = LEAST.get(key, 0 if counted else -math.inf), MOST.get(key, math.inf)
+        low = LEAST.get(key, 0 if COUNTED.fullmatch(key) else -math.inf)
+        high = MOST.get(key, math.inf)
         for v in value if isinstance(value, tuple) else (value,):
             if isinstance(v, (int, float)) and not low <= v <= high:
                 raise BadInput(f"--{key} {value} must be a number from {low} to {high}")
@@ -94,6 +94,9 @@ def check(cfg, world, defaults):
     for key in ("shard_size", "offload", "reshard"):
         if cfg[key] != defaults[key] and cfg["parallel"] != "fsdp":
             raise BadInput(f"--{key} {cfg[key]} is of sharded nets; give --parallel fsdp, or leave it out")
+    if (window := cfg["profile"]) and not ([*map(type, window)] == [int, int] and
+                                           0 <= window[0] <= window[1] and window[0] < cfg["max_iter"]):
+        raise BadInput(f"--profile {window} is not first,last: two iterations before max_iter, such as 10,14")
     common.lr_factor(cfg["lr_schedule"], 0, cfg["warmup"], 1)
     names = [common.parse_ema(str(e))[0] for e in cfg["ema"]]
     if len(set(names)) < len(names):
@@ -118,11 +121,12 @@ def pick_device(cfg, local):
                        f"({str(e).splitlines()[0]}); give another one, none, or fewer ranks") from None
 
 
-def check_nets(method, cfg, nets, defaults, texts):
-    """Keys that these nets cannot follow, once the data's classes are known."""
+def check_method(method, cfg, nets, defaults, texts):
+    """init's sources, {phase: its turns}; these nets can follow the keys, every phase has an optimizer, every
+    trainable parameter one."""
+    where = method.path
     if "student" not in nets:
-        raise BadInput(f"{method.path}: build() returns {', '.join(nets)}; the net that samples is "
-                       f"named student")
+        raise BadInput(f"{where}: build() returns {', '.join(nets)}; the net that samples is named student")
     if cfg["augment"] and not getattr(nets["student"], "augment_dim", 0):
         raise BadInput(f"--augment {cfg['augment']}: nets of {method.path.stem} take no labels of what was "
                        f"augmented and would make such samples; leave it out")
@@ -134,11 +138,7 @@ def check_nets(method, cfg, nets, defaults, texts):
             others = method.build(cfg | changes)
         if str(nets) != str(others) or (defaults.keys() & changes) - {"steps", "guidance"}:
             raise BadInput(f"--val_settings {label[:-1]} changes nets or trainer, not step")
-
-
-def check_method(method, cfg, nets):
-    """init's sources, {phase: its turns}; every phase has an optimizer, every trainable parameter one."""
-    where, inits, opts = method.path, method.init(cfg), method.optimizers(nets, cfg)
+    inits, opts = method.init(cfg), method.optimizers(nets, cfg)
     for name in inits:
         common.known(f"{where}: net in init()", name, nets)
     turns = Counter(method.phase(it, cfg) for it in range(cfg["max_iter"]))
@@ -164,17 +164,19 @@ def check_method(method, cfg, nets):
 
 
 def call(method, nets, batch, it, cfg):
-    """(loss, {name: scalar}) of the method's step, under autocast; BadInput where it breaks its contract."""
+    """(loss, {"loss" and what is logged: scalar without a graph}) of the method's step, under autocast;
+    BadInput where it breaks its contract."""
     with autocast(cfg, batch["x0"].device):
         loss, parts = method.step(nets, batch, it, cfg)
-    wrong = [f"{key!r} of shape {tuple(value.shape)}, not a scalar" for key, value in (
-             dict(loss=loss) | parts).items() if torch.is_tensor(value) and value.numel() != 1]
+    values = {k: v.detach() if torch.is_tensor(v) else v for k, v in (dict(loss=loss) | parts).items()}
+    wrong = [f"{key!r} of shape {tuple(value.shape)}, not a scalar" for key, value in values.items()
+             if torch.is_tensor(value) and value.numel() != 1]
     if torch.is_grad_enabled() and not getattr(loss, "requires_grad", False):
         wrong.append("a loss that depends on no parameter of that optimizer; is something under no_grad?")
     if wrong:
         raise BadInput(f"{method.path}: step() at it {it} (phase {method.phase(it, cfg)!r}) returned "
                        f"{wrong[0]}")
-    return loss, parts
+    return loss, values
 
 
 def autocast(cfg, device):
@@ -192,18 +194,20 @@ def like(default, value, what):
 
 def parse(key, text, default, where):
     """The value of `text` in the type of the key's default. Raises BadInput."""
+    def element(text):
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(text)
+        return text
+
     try:
         if isinstance(default, bool):
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if isinstance(default, int):
-            if float(text) != int(float(text)):         # 1e4 is an int for an int key, 3.5 is not
-                raise ValueError
-            return int(float(text))
-        if isinstance(default, float):
+        if isinstance(default, (int, float)):           # 1e4 is an int for an int key, 3.5 is not
             number = float(text)
-            if not math.isfinite(number):
+            if not math.isfinite(number) or isinstance(default, int) and number % 1:
                 raise ValueError
-            return number
+            return type(default)(number)
         if isinstance(default, tuple):                  # a,b or, as --dry_run prints it, ('a', 'b') or [1, 2]
             words = bool(default) and isinstance(default[0], str)
             values = tuple(ast.literal_eval(text) if text[:1] in ("(", "[") else
@@ -213,18 +217,11 @@ def parse(key, text, default, where):
                 raise ValueError
             return values
         return text
-    except (KeyError, ValueError, OverflowError, TypeError, SyntaxError):
+    except (KeyError, ValueError, TypeError, SyntaxError):
         kind = {bool: "true, false, 1 or 0", int: "a whole number", float: "a number",
                 tuple: "a list a,b of such values"}[type(default)]
         raise BadInput(f"--{key} {text!r} does not fit: {where} has {default!r} there, so give "
                        f"{kind}") from None
-
-
-def element(text):
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
 
 
 def val_settings(cfg):
@@ -259,19 +256,6 @@ def fingerprint(cfg, dataset):
     return dict(path=cfg["data"], samples=len(dataset), **getattr(dataset, "about", {}), crc=crc)
 
 
-def make_folder(folder, problem, cure, subs=("",)):
-    """Create the folder and its `subs`; BadInput "problem (reason); cure" if nothing can be written there."""
-    if not isinstance(folder, Path):                    # a store has no folders to create, so it is asked
-        files.write(folder / ".writable", lambda f: f.write(b"yes"))
-        return files.remove(folder / ".writable")
-    try:
-        for sub in subs:
-            (folder / sub).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as e:
-        raise BadInput(f"{problem} ({e.strerror}); {cure}") from None
-
-
 def check_folder(method, cfg, folder, state=None, data=None):
     """True if there are checkpoints to continue from; BadInput if they (`state`: the newest) are not ours."""
     if not ckpt.scan(folder / "checkpoints"):
@@ -279,15 +263,14 @@ def check_folder(method, cfg, folder, state=None, data=None):
     if cfg["resume"] == "":
         raise BadInput(f"{folder} holds checkpoints, which --resume \"\" refuses; start anew with --name "
                        f"NEW, or continue with --resume auto")
-    was, mine = state, method.path.stem
-    if was is None:
-        was = json.loads(files.read(folder / "config.json") or b"{}")
+    was, mine = state or json.loads(files.read(folder / "config.json") or b"{}"), method.path.stem
     if was.get("method", mine) != mine:
         raise BadInput(f"{folder} is a run of {was['method']}, not of {mine}; use --name NEW")
     if cfg["resume"] == "force":
         return True
-    if state and state["config"].get("stage1", "") != cfg.get("stage1", ""):
-        raise BadInput(f"{folder} is a run with --stage1 {state['config'].get('stage1') or repr('')}, not "
+    stage1 = state["config"].get("stage1", "") if state else cfg.get("stage1", "")
+    if stage1 != cfg.get("stage1", ""):
+        raise BadInput(f"{folder} is a run with --stage1 {stage1 or repr('')}, not "
                        f"{cfg['stage1'] or repr('')}: another training; use --name NEW")
     if files.read(folder / "method.py") not in (None, method.source):
         raise BadInput(f"{method.path} has changed since {folder} began; --name NEW starts a new run, "
@@ -300,38 +283,33 @@ def check_folder(method, cfg, folder, state=None, data=None):
 
 def join(cfg, world, device):
     """(gloo group for flags, None for one process; mesh of the shards, None for replicas). The default group,
-    for tensors, is NCCL on CUDA and gloo elsewhere."""
-    gloo, limit = None, watch.group_timeout(cfg["timeout_s"])
+    for tensors, is NCCL on CUDA and gloo elsewhere. Back-ends give up after the watchdog, which says more."""
+    gloo, limit = None, timedelta(seconds=cfg["timeout_s"] + 120 if cfg["timeout_s"] else 7 * 86400)
     if world > 1 or cfg["parallel"] == "fsdp":
         alone = {} if "MASTER_ADDR" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         with resume.orphans_leave():
             dist.init_process_group(timeout=limit, **alone)
             if world > 1:
-                own = device.type == "cuda"
-                gloo = dist.new_group(backend="gloo", timeout=limit) if own else dist.group.WORLD
+                nccl = device.type == "cuda"
+                gloo = dist.new_group(backend="gloo", timeout=limit) if nccl else dist.group.WORLD
     return gloo, shard.make_mesh(cfg, world, device, limit)
 
 
-def take_lock(folder, rank, gloo):
+def take_lock(folder):
     """One run per folder at a time. The lock is the kernel's: it ends with the process, however that ends.
     A store has none. Two runs with one URL would write whole files each, the last one's would stay."""
-    handle = error = None
-    if rank == 0 and isinstance(folder, Path):
-        handle = open(folder / ".lock", "w")
-        for attempt in range(20):                       # a killed predecessor may still be saving
-            error = None
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                error = f"{folder} is in use by another run; wait for it, or use --name NEW"
-                time.sleep(0.5)
-            except OSError:                             # a file system without locks
-                break
-    error = from_rank0(error, gloo)
-    if error:
-        raise BadInput(error)
-    return handle
+    if not isinstance(folder, Path):
+        return None
+    handle = open(folder / ".lock", "w")
+    for attempt in range(20):                           # a killed predecessor may still be saving
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            time.sleep(0.5)
+        except OSError:                                 # a file system without locks
+            return handle
+    raise BadInput(f"{folder} is in use by another run; wait for it, or use --name NEW")
 
 
 def pin_sources(cfg, nets, inits, state):
@@ -348,19 +326,25 @@ def pin_sources(cfg, nets, inits, state):
         if isinstance(file, Path) and isinstance(folder, Path) and file.is_relative_to(folder.resolve()):
             raise BadInput(f"{s} lies in this run's own folder; give --name NEW")
     held = {s: ckpt.read(sources[s]) for s in fill.needed(nets, inits, state)}
-    fill.check_sources(nets, inits, held)
+    for name in fill.order(nets, inits):
+        if inits.get(name) in {*nets, *held}:
+            fill.fitting(nets, name, inits[name], held)
     return dict(sources=sources, held=held)
 
 
-def newest(method, cfg, folder, fingerprint, rank, gloo, say):
+def newest(method, cfg, folder, fingerprint, gloo, say):
     """(iterations done, checkpoint) to continue from, or (0, None). Every rank calls it, after the lock is
     taken: what a predecessor saved meanwhile counts."""
     at = folder / "checkpoints"
-    for it in ckpt.unfinished(at) if rank == 0 else ():
-        say.warn(f"WARNING: {at}/{it:07d}.* is of a save that did not finish; it is not used")
-        if ckpt.scan(at):
-            ckpt.clear(at, [it])
-    if not from_rank0(on_rank0(lambda: check_folder(method, cfg, folder), gloo), gloo):
+
+    def look():
+        for it in sorted({*ckpt.scan(at, ckpt.SHARDS)} - {*ckpt.scan(at)}):
+            say.warn(f"WARNING: {at}/{it:07d}.* is of a save that did not finish; it is not used")
+            if ckpt.scan(at):
+                ckpt.clear(at, [it])
+        return check_folder(method, cfg, folder)
+
+    if not from_rank0(on_rank0(look, gloo), gloo):
         return 0, None
     start, state = ckpt.newest(at, say.warn, gloo)
     if start is None:
@@ -386,8 +370,10 @@ def fill_nets(cfg, plan, averages, held, state, mesh):
     fill.fill(nets, models, plan.inits, held, state, plan.trainable, cfg, device)
     if state is None:
         post_step(nets.values())
+    student = nets["student"]
     for name, ema in emas.items():
-        fill.copy_net(nets["student"], ema)
+        for a, b in zip([*student.parameters(), *student.buffers()], [*ema.parameters(), *ema.buffers()]):
+            shard.local(b).copy_(shard.local(a))
         if state and name in state["emas"]:
             fill.take_all(ema, state["emas"][name], device)
     return emas
@@ -395,20 +381,19 @@ def fill_nets(cfg, plan, averages, held, state, mesh):
 
 def open_folder(method, cfg, folder, sources, state, start, say):
     """config.json, method.py; on resume name what differs. Log lines and pictures past the checkpoint go."""
-    pictures = [n for n in files.names(folder / "samples") if re.fullmatch(r"[0-9]{7}\.png", n)]
-    late = [folder / "samples" / n for n in pictures if not state or int(n[:7]) > start]
-    left = folder.rglob(".*.tmp") if isinstance(folder, Path) else ()       # by a killed save
-    for file in [*left, *late]:
+    for file in [*folder.rglob(".*.tmp")] if isinstance(folder, Path) else ():          # of a killed save
         files.remove(file)
+    for name in files.names(folder / "samples"):
+        if re.fullmatch(r"[0-9]{7}\.png", name) and not (state and int(name[:7]) <= start):
+            files.remove(folder / "samples" / name)
     for key, was in state["config"].items() if state else ():
         if cfg.get(key, was) != was:
             say.warn(f"config differs from the checkpoint: {key} was {was!r}, now {cfg[key]!r}")
-    text = json.dumps(dict(cfg) | dict(method=method.path.stem, sources=sources), indent=1)
-    files.write(folder / "config.json", lambda f: f.write(f"{text}\n".encode()))
-    files.write(folder / "method.py", lambda f: f.write(method.source))
-    lines = []
-    for line in (files.read(folder / "metrics.jsonl") or b"").decode().splitlines() if state else ():
+    text, lines = json.dumps(dict(cfg) | dict(method=method.path.stem, sources=sources), indent=1) + "\n", []
+    for line in (files.read(folder / "metrics.jsonl") or b"").splitlines() if state else ():
         with contextlib.suppress(ValueError):           # a killed run may leave half a line
             if json.loads(line)["it"] <= start:
-                lines.append(line + "\n")
-    files.write(folder / "metrics.jsonl", lambda f: f.write("".join(lines).encode()))
+                lines.append(line + b"\n")
+    for name, content in ("config.json", text.encode()), ("method.py", method.source), (
+            "metrics.jsonl", b"".join(lines)):
+        files.write(folder / name, lambda f: f.write(content))                                  # noqa: B023

@@ -116,17 +116,16 @@ def train(method, cfg, changed=(), dry_run=False):
     found = startup.check_folder(method, cfg, folder)
     pins = None if found or rank else startup.pin_sources(cfg, nets, plan.inits, None)
     if dry_run:
-        return print(logs.plan(cfg, changed, nets, trainable, world, folder))
-    startup.make_folder(folder, f"output folder {folder} is not writable",
-                        "set FEWSTEP_OUTPUT_ROOT to one that is", ("checkpoints", "samples"))
+        return print(logs.describe(cfg, changed, plan, world))
+    files.make(folder, "set FEWSTEP_OUTPUT_ROOT to another place")
 
     # ---- process group, the folder's lock, the checkpoint to continue from
     watchdog = watch.Watchdog(cfg["timeout_s"], rank)
     watchdog.mark(0, "", "joining the other ranks")
     gloo, mesh = startup.join(cfg, world, device)
     say = logs.Printer(cfg["log_level"], rank, cfg["max_iter"])
-    lock = startup.take_lock(folder, rank, gloo)        # held until this process ends
-    start, state = startup.newest(method, cfg, folder, plan.fingerprint, rank, gloo, say)
+    lock = on_rank0(lambda: startup.take_lock(folder), gloo)            # held until this process ends
+    start, state = startup.newest(method, cfg, folder, plan.fingerprint, gloo, say)
     if state or from_rank0(found, gloo):
         pins = on_rank0(lambda: startup.pin_sources(cfg, nets, plan.inits, state), gloo)
     sources, held = ckpt.shared(pins, gloo).values()
@@ -136,21 +135,19 @@ def train(method, cfg, changed=(), dry_run=False):
         return close(gloo)
     watchdog.mark(start, "", "start-up")
 
-    # ---- nets and averages: copies, shards, weights
+    # ---- nets, averages, optimizers
     averages = {common.parse_ema(entry)[0]: entry for entry in cfg["ema"]}
     emas = startup.fill_nets(cfg, plan, averages, held, state, mesh)
-    ema_tensors = {name: averaged(ema, nets["student"], trainable["student"]) for name, ema in emas.items()}
+    tracked = averaged(nets["student"], trainable["student"])
+    tracking = {name: averaged(ema, trainable["student"]) for name, ema in emas.items()}
     del held, pins
-
-    # ---- optimizers
     opts = method.optimizers(nets, cfg)
+    for opt in opts.values():
+        shard.split_groups(opt)
     names = {p: f"{n}.{k}" for n, net in nets.items() for k, p in net.named_parameters()}
     owned = {phase: [p for g in opt.param_groups for p in g["params"]] for phase, opt in opts.items()}
     owners = {phase: sorted({names[p].split(".")[0] for p in params}) for phase, params in owned.items()}
-    for opt in opts.values():
-        shard.split_groups(opt)
-        for group in opt.param_groups:
-            group["initial_lr"] = group["lr"]
+    rates = {phase: [g["lr"] for g in opt.param_groups] for phase, opt in opts.items()}
     scaler = torch.amp.GradScaler(device.type, enabled=cfg["amp"] == "fp16", init_scale=2.0 ** 16)
     counts, skipped = ({phase: state[key].get(phase, 0) if state else 0 for phase in opts}
                        for key in ("counts", "skipped"))
@@ -162,7 +159,7 @@ def train(method, cfg, changed=(), dry_run=False):
     # ---- run folder, logs, data
     if rank == 0:
         startup.open_folder(method, cfg, folder, sources, state, start, say)
-    say(logs.describe(cfg, nets, trainable, opts, names, plan, world, start, changed))
+    say(logs.describe(cfg, changed, plan, world, start, opts, owners))
     for line in logs.warnings(cfg, plan, opts, sources):
         say.warn(line)
     record = logs.Recorder(folder, logs.start_wandb(cfg, folder, say) if rank == 0 else None, rank, gloo, say)
@@ -170,10 +167,9 @@ def train(method, cfg, changed=(), dry_run=False):
     loader = data.Loader(plan.dataset, cfg, start, rank, world, cfg["accum"], cfg["seed"])
     anomaly = watch.Anomaly(nets if cfg["anomaly"] else {})
     profile = watch.Profile(cfg, folder, rank, device, say)
-    calls = watch_calls(nets) if cfg["debug_calls"] else []
-    saver = ckpt.Saver(folder / "checkpoints", cfg["keep_last"], cfg["async_save"], rank, gloo, mesh,
-                       say.warn)
-    saved, state = (start if state else -1), None       # frees what a resume has read
+    calls = watch.count_calls(nets) if cfg["debug_calls"] else []
+    saver = ckpt.Saver(folder / "checkpoints", cfg, start if state else -1, rank, gloo, mesh, say)
+    state = None                                        # frees what a resume has read
 
     def stopping():
         """Was any rank asked to leave? Commits a save once the background has written it everywhere."""
@@ -193,16 +189,11 @@ def train(method, cfg, changed=(), dry_run=False):
             optims={p: fill.saved_moments(opt, names) for p, opt in opts.items()})
 
     def checkpoint(done, wait=False):
-        """Write N.pth; every rank learns if that worked."""
-        nonlocal saved
+        """Write N.pth, once, on a full disk too; every rank learns if that worked."""
         watchdog.mark(done, "", "saving a checkpoint")
-        if saved != done:
-            for name in fill.uneven_buffers(nets, gloo) if world > 1 else ():
-                say.warn(f"WARNING: buffer {name} is not the same on every rank; see common.all_mean")
-            saved = done                                # tried once, on a full disk too
-            saver.save(done, lambda: content(done), wait)
-        elif wait:
-            saver.finish()
+        for name in fill.uneven_buffers(nets, gloo) if saver.saved != done else ():
+            say.warn(f"WARNING: buffer {name} is not the same on every rank; see common.all_mean")
+        saver.save(done, lambda: content(done), wait)
 
     def look(done, at_start=False):
         """Validation and sample grid where due (at the start: those an interrupted run still owes)."""
@@ -240,10 +231,7 @@ def train(method, cfg, changed=(), dry_run=False):
             of = "" if phase == "student" else f"_{phase}"
             profile.begin(it, phase)
             if phase != previous:
-                for other, theirs in owned.items():
-                    for p in theirs:
-                        p.requires_grad_(other == phase)
-                shard.settle(nets.values())
+                shard.turn_to(phase, owned, nets)
                 previous = phase
             for micro in range(cfg["accum"]):
                 watchdog.mark(it, phase, "waiting for data")
@@ -254,30 +242,28 @@ def train(method, cfg, changed=(), dry_run=False):
                 batch = encoders.encode(raw, cfg, device)
                 watchdog.mark(it, phase, "step")
                 anomaly.start(first=micro == 0)
-                loss, parts = startup.call(method, nets, batch, it, cfg)
-                watchdog.mark(it, phase, "backward")
+                loss, values = startup.call(method, nets, batch, it, cfg)
                 scaler.scale(loss / cfg["accum"]).backward()
                 anomaly.stop()
-                losses.append(watch.detached(loss, parts))
-                meter.add({f"loss{of}": loss} | parts)
+                losses.append(values)
+                meter.add({f"loss{of}" if k == "loss" else k: v for k, v in values.items()})
                 if cfg["debug_calls"]:
-                    compare_calls(calls, it, gloo)
+                    watch.compare_calls(calls, it, gloo)
             if not cfg["reshard"]:
                 shard.reshard(nets.values())
-            watchdog.mark(it, phase, "waiting for the other ranks")
             average_gradients(params, world)
             norm = clip(params, cfg["clip"], scaler, mesh, device)      # the iteration's one device sync
-            watchdog.mark(it, phase, "update")
             if norm < float("inf"):
                 factor = common.lr_factor(cfg["lr_schedule"], counts[phase], cfg["warmup"], plan.turns[phase])
-                for group in opt.param_groups:
-                    group["lr"] = group["initial_lr"] * factor
+                for group, rate in zip(opt.param_groups, rates[phase]):
+                    group["lr"] = rate * factor
                 done = None                             # till EMAs have moved, the weights are no iteration's
                 opt.step()
                 counts[phase], skipped[phase] = counts[phase] + 1, 0
                 startup.post_step(nets[name] for name in owners[phase])
                 for name, entry in averages.items() if phase == "student" else ():
-                    update_ema(ema_tensors[name], common.ema_beta(entry, counts[phase], cfg["batch_size"]))
+                    beta = common.ema_beta(entry, counts[phase], cfg["batch_size"])
+                    update_ema(tracking[name], tracked, beta)
                 meter.add({f"norm{of}": norm, f"lr{of}": opt.param_groups[0]["lr"]})
             else:                                       # what is not finite never reaches the weights
                 skipped[phase] += 1
@@ -298,8 +284,7 @@ def train(method, cfg, changed=(), dry_run=False):
             profile.end()
             if cfg["log_every"] and (done % cfg["log_every"] == 0 or done == last):
                 values = logs.with_rates(meter.flush(), cfg["batch_size"], last - done, device)
-                if scaler.is_enabled():
-                    values["scale"] = scaler.get_scale()
+                values |= dict(scale=scaler.get_scale()) if scaler.is_enabled() else {}
                 record(done, values)
                 say(logs.log_line(done, cfg["max_iter"], values))
             say.progress(done)
@@ -308,10 +293,10 @@ def train(method, cfg, changed=(), dry_run=False):
             look(done)                                  # after the save: what fails here costs nothing
     except Exception:                                   # nothing collective here: the others may have left
         saver.wait()
-        if rank == 0 and mesh is None and done not in (None, saved, start):     # a first one gained nothing
+        if rank == 0 and mesh is None and done not in (None, saver.saved, start):   # start: nothing is gained
             with contextlib.suppress(BadInput):         # the first sentence is the one that counts
-                saver.alone(done, content(done))
-                say.warn(f"{done} iterations are in {ckpt.path(folder / 'checkpoints', done)}")
+                ckpt.save(file := ckpt.path(folder / "checkpoints", done), ckpt.split(content(done))[0])
+                say.warn(f"{done} iterations are in {file}")
         raise
     finally:
         profile.close()
@@ -324,7 +309,7 @@ def train(method, cfg, changed=(), dry_run=False):
         resume.scheduler.request_resume()
     watchdog.mark(done, "", "leaving")
     say.progress(None)
-    record.close()
+    record.report(lambda wandb: wandb.finish())
     if lock:
         lock.close()
     close(gloo)
@@ -374,44 +359,24 @@ def clip(params, limit, scaler, mesh, device):
     return norm
 
 
-def averaged(ema, net, trainable):
-    """The tensors update_ema works on, listed once (walking the modules takes longer than the update): of the
-    EMA and of the net, those that are averaged, and the buffers, which are copied."""
-    own, other = dict(ema.named_parameters()), dict(net.named_parameters())
-    return ([shard.local(own[k]) for k in trainable], [shard.local(other[k]) for k in trainable],
-            list(ema.buffers()), list(net.buffers()))
+def averaged(net, trainable):
+    """The tensors that update_ema works on, of the student or an average: trainable parameters, and buffers.
+    Listed once: walking the modules takes longer than the update."""
+    own = dict(net.named_parameters())
+    return [shard.local(own[k]) for k in trainable], list(net.buffers())
 
 
 @torch.no_grad()
-def update_ema(tensors, beta):
-    """ema <- beta ema + (1 - beta) net."""
-    ema, net, ema_buffers, net_buffers = tensors
-    torch._foreach_lerp_(ema, net, 1.0 - beta)
-    if ema_buffers:
-        torch._foreach_copy_(ema_buffers, net_buffers)
-
-
-def watch_calls(nets):
-    """A list that grows by a net's name whenever one is called."""
-    calls = []
-    for name, net in nets.items():
-        net.register_forward_pre_hook(lambda module, args, name=name: calls.append(name))
-    return calls
-
-
-def compare_calls(calls, it, gloo):
-    everyone = common.everyone(list(calls), gloo)
-    calls.clear()
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            raise BadInput(f"at it {it} rank {rank} calls nets in another order than rank 0: {other} against "
-                           f"{everyone[0]}; draw what decides it from common.shared_generator(seed, it)")
+def update_ema(ema, net, beta):
+    """ema <- beta ema + (1 - beta) net; buffers are copied."""
+    torch._foreach_lerp_(ema[0], net[0], 1.0 - beta)
+    if ema[1]:
+        torch._foreach_copy_(ema[1], net[1])
 
 
 def close(gloo):
     """Leave together."""
     with resume.orphans_leave():
-        if gloo is not None:
-            dist.barrier(group=gloo)
         if dist.is_initialized():
+            dist.barrier(group=gloo)
             dist.destroy_process_group()

@@ -1,11 +1,9 @@
 """When a run goes wrong, or slow: which module, rank or line it is. While all is well nothing here waits."""
-import contextlib
 import os
 import sys
 import threading
 import traceback
 import weakref
-from datetime import timedelta
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
@@ -55,11 +53,6 @@ def plain(x):
     return x
 
 
-def detached(loss, parts):
-    """{name: scalar} of one micro-step, kept for blame() without its graph."""
-    return {k: v.detach() if torch.is_tensor(v) else v for k, v in (dict(loss=loss) | parts).items()}
-
-
 def blame(own, gloo, found=""):
     """"rank 3: loss nan dm 1.4 (first WHAT ANOMALY FOUND); ...", the ranks where something was not finite, of
     an update that is left out. own: this rank's losses, a dict per micro-step. Every rank must call it."""
@@ -71,9 +64,22 @@ def blame(own, gloo, found=""):
     return "; ".join(bad) or f"all losses are finite, rank 0: {ranks[0][0]}"
 
 
-def group_timeout(timeout_s):
-    """Of process groups: back-ends give up after the watchdog, which says more (gloo raises, NCCL aborts)."""
-    return timedelta(seconds=timeout_s + 120) if timeout_s > 0 else timedelta(days=7)
+def count_calls(nets):
+    """A list that grows by a net's name whenever one is called."""
+    calls = []
+    for name, net in nets.items():
+        net.register_forward_pre_hook(lambda module, args, name=name: calls.append(name))
+    return calls
+
+
+def compare_calls(calls, it, gloo):
+    """BadInput on every rank if one has called nets in another order; empties the list."""
+    ranks = everyone(list(calls), gloo)
+    calls.clear()
+    for rank, other in enumerate(ranks):
+        if other != ranks[0]:
+            raise BadInput(f"at it {it} rank {rank} calls nets in another order than rank 0: {other} against "
+                           f"{ranks[0]}; draw what decides it from common.shared_generator(seed, it)")
 
 
 class Watchdog:
@@ -116,36 +122,23 @@ def patrol(watchdog, timeout_s):
         threading.Event().wait(nap)     # time.sleep may be somebody else's
 
 
-def deterministic(on):
-    """To call before anything runs on CUDA: cuBLAS reads the variable when it starts."""
-    if on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(on)      # cuDNN's, too; an operation that has none raises an error
-
-
-def profile_window(cfg):
-    """First and last iteration of --profile; (0, -1) if it is off. Raises BadInput."""
-    window = cfg["profile"] or (0, -1)
-    if cfg["profile"] and not ([*map(type, window)] == [int, int]
-                               and 0 <= window[0] <= window[1] and window[0] < cfg["max_iter"]):
-        raise BadInput(f"--profile {window} is not first,last: two iterations before max_iter, such as 10,14")
-    return window
-
-
 class Profile:
     """torch.profiler around the iterations of --profile: a trace (.json, for ui.perfetto.dev), a table (.txt)
     and on CUDA memory (.pickle, for pytorch.org/memory_viz) in profile/ of the run folder, named by
     iterations and rank; of rank 0, or with log_level debug of all."""
 
     def __init__(self, cfg, folder, rank, device, say):
-        self.first, self.last = profile_window(cfg) if rank == 0 or cfg["log_level"] == "debug" else (0, -1)
-        self.folder, self.rank, self.device, self.say, self.prof = folder / "profile", rank, device, say, None
+        self.first, self.last = cfg["profile"] or (0, -1)
+        if rank and cfg["log_level"] != "debug":
+            self.last = -1
+        self.folder, self.rank, self.kind, self.say = folder / "profile", rank, device.type, say
+        self.prof = None
 
     def begin(self, it, phase):
         if self.first <= it <= self.last:
             if self.prof is None:
                 self.first, self.prof = it, torch.profiler.profile(profile_memory=True).__enter__()
-                if self.device.type == "cuda":
+                if self.kind == "cuda":
                     torch.cuda.memory._record_memory_history(max_entries=200_000)
             self.it, self.span = it, torch.profiler.record_function(f"it {it} {phase}").__enter__()
 
@@ -156,32 +149,20 @@ class Profile:
                 self.close()
 
     def close(self):
-        prof, self.prof = self.prof, None
-        if prof is None:
+        """Write what was recorded, if anything was and is not written yet."""
+        if self.prof is None:
             return
-        cuda = self.device.type == "cuda"
+        prof, self.prof = self.prof, None
         file = self.folder / f"{self.first:07d}-{self.it:07d}.rank{self.rank}.json"
         try:
             prof.stop()
-            table = prof.key_averages().table(f"self_{'cuda' if cuda else 'cpu'}_time_total", row_limit=40)
-            files.make(self.folder)
+            by = f"self_{'cuda' if self.kind == 'cuda' else 'cpu'}_time_total"
+            table = prof.key_averages().table(by, row_limit=40).encode()
             files.write(file, lambda f: prof.export_chrome_trace(f.name))
-            files.write(file.with_suffix(".txt"), lambda f: f.write(table.encode()))
-            if cuda:
-                dump = torch.cuda.memory._dump_snapshot
-                files.write(file.with_suffix(".pickle"), lambda f: dump(f.name))
+            files.write(file.with_suffix(".txt"), lambda f: f.write(table))
+            if self.kind == "cuda":
+                files.write(file.with_suffix(".pickle"), lambda f: torch.cuda.memory._dump_snapshot(f.name))
                 torch.cuda.memory._record_memory_history(enabled=None)
-            self.say(f"profile of it {self.first} to {self.it}: {file}", "warning")
+            self.say.warn(f"profile of it {self.first} to {self.it}: {file}")
         except (BadInput, OSError, RuntimeError) as e:          # not worth a run
-            self.say(f"WARNING: no profile {file} ({e})", "warning")
-
-
-def device_values(device):
-    """On CUDA {reserved_gb: peak of the allocator, gpu_util: percent of the last second with a kernel}; the
-    latter needs nvidia-ml-py and is left out without it, or where NVML refuses (MIG)."""
-    if device.type != "cuda":
-        return {}
-    values = dict(reserved_gb=torch.cuda.max_memory_reserved(device) / 2 ** 30)
-    with contextlib.suppress(Exception):
-        values["gpu_util"] = torch.cuda.utilization(device)
-    return values
+            self.say.warn(f"WARNING: no profile {file} ({e})")

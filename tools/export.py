@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import ckpt, common, files, fill, startup, train  # noqa: E401, E402
+import ckpt, common, files, fill, train  # noqa: E401, E402
 
 SHARD = 5 * 10 ** 9         # bytes of a file
 RECORD = ("net", "steps", "t_list", "guidance", "sampler", "max_iter")
@@ -98,8 +98,7 @@ def main(argv):
             content[kind] = {name: dict(held.items()) for name, held in content[kind].items()}
         content["shards"] = dict(index={}, count=0, stamp="")
     if isinstance(out, Path):                           # not before all that can be wrong
-        startup.make_folder(out if out.suffix == "" else out.parent, f"{out} cannot be written to",
-                            "give another place")
+        files.make(out if out.suffix == "" else out.parent)
     if out.suffix == "":
         write_folder(out, held, ckpt.load_checkpoint(file), source)
     elif out.suffix == ".safetensors":
