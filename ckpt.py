@@ -17,14 +17,15 @@ Face hub, `org/name` or `hf://org/name@revision`.
 """
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
 import secrets
-import threading
 import zipfile
 import zlib
 from collections.abc import Mapping
+from concurrent import futures
 from pathlib import Path
 
 import numpy as np
@@ -46,13 +47,27 @@ def path(folder, it):
     return folder / f"{it:07d}.pth"
 
 
-def scan(folder, ending=r"pth"):
+def scan(folder, ending="pth"):
     """Iterations that have a checkpoint in `folder`, ascending; or that have SHARDS, whole or not."""
     return sorted({int(n[:7]) for n in files.names(folder) if re.fullmatch(rf"[0-9]{{7}}\.{ending}", n)})
 
 
 class Damaged(BadInput):
     """What a checkpoint holds is not what was written; not a disk that does not answer, which may pass."""
+
+
+def together(f, group):
+    """f() on every rank of a gloo group; what is BadInput on any is raised on all, Damaged if it is that on
+    all that failed."""
+    value = error = None
+    try:
+        value = f()
+    except BadInput as e:
+        error = not isinstance(e, Damaged), str(e)
+    if errors := [*filter(None, everyone(error, group))]:
+        other, text = max(errors)
+        raise (BadInput if other else Damaged)(text)
+    return value
 
 
 # ---- shards ------------------------------------------------------------------------------------------------
@@ -179,7 +194,7 @@ class Saver:
         if mesh is not None:
             *replica, self.at = mesh.get_coordinate()
             self.count, self.writes = mesh.size(mesh.ndim - 1), sum(replica) == 0   # replicas write once
-        self.due = self.thread = None                   # due: (it, record) that finish() commits
+        self.pool, self.job, self.due = futures.ThreadPoolExecutor(1), None, ()
 
     def save(self, it, content, wait=False):
         """content(): the state dict, with this rank's rows of sharded tensors. BadInput on every rank if any
@@ -187,24 +202,21 @@ class Saver:
         self.finish()
         if it == self.saved:
             return
-        self.saved = it
-        record, parts, self.error = None, {}, None
-        background = self.background and not wait
+        self.saved, background = it, self.background and not wait
         stamp = from_rank0(secrets.token_hex(4), self.gloo) if self.count else ""
-        try:
-            if self.count or self.rank == 0:
-                record, parts = split(content(), self.count, stamp)
-            written = record if self.rank == 0 else None, parts if self.writes else {}
+
+        def own():
+            """(the record, on rank 0; the rows that this rank writes)"""
+            record, parts = split(content(), self.count, stamp) if self.count or self.rank == 0 else ({}, {})
+            held = record if self.rank == 0 else {}, parts if self.writes else {}
             copy = lambda v: v.detach().to("cpu", copy=True) if torch.is_tensor(v) else v       # noqa: E731
-            record, parts = tree_map(copy, written) if background else written
-        except BadInput as e:
-            self.error, parts = str(e), {}
-        self.due, args = (it, record), (it, record, parts, stamp)
-        if background:
-            self.thread = threading.Thread(target=self.write, args=args, name="save")
-            self.thread.start()
-        else:
-            self.write(*args)
+            return tree_map(copy, held) if background else held
+
+        record, parts = together(own, self.gloo)
+        write = functools.partial(self.write, it, record, parts, stamp)
+        self.job = self.pool.submit(write) if background else None
+        self.due = it, record, self.job.result if background else write
+        if not background:
             self.finish()
 
     def write(self, it, record, parts, stamp):
@@ -213,27 +225,26 @@ class Saver:
             for part, rows in parts.items():
                 file = self.folder / f"{it:07d}.{part}" / f"rank_{self.at:05d}.pth"
                 save(file, dict(stamp=stamp, rows=rows))
-            if self.error is None and self.rank == 0 and not self.count:
+            if self.rank == 0 and not self.count:
                 save(path(self.folder, it), record)
-        except Exception as e:
-            self.error = str(e) if isinstance(e, BadInput) else f"{path(self.folder, it)}: {e!r}"
+        except BadInput:
+            raise
+        except Exception as e:                          # every rank has to hear of it
+            raise BadInput(f"{path(self.folder, it)}: {e!r}") from e
 
     def busy(self):
-        return self.thread is not None and self.thread.is_alive()
+        return self.job is not None and not self.job.done()
 
     def wait(self):
         """Until the background has written what it was given."""
-        if self.thread is not None:
-            self.thread.join()
+        futures.wait([self.job] if self.job else [])
 
     def finish(self):
         """Wait for what is being written, if anything is, and commit it."""
-        self.wait()
-        if self.due is not None:
-            due, self.due = self.due, None
-            if errors := [*filter(None, everyone(self.error, self.gloo))]:
-                raise BadInput(errors[0])
-            on_rank0(lambda: self.commit(*due), self.gloo)
+        if self.due:
+            (it, record, written), self.due = self.due, ()
+            together(written, self.gloo)
+            on_rank0(lambda: self.commit(it, record), self.gloo)
 
     def commit(self, it, record):
         """The record of shards; then older checkpoints go, and what saves that did not finish left. Later
@@ -296,25 +307,14 @@ def newest(folder, say, group=None):
     Every rank of the gloo group calls it; rank 0 has the tensors of N.pth, every rank those of shards."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
     for it in from_rank0(scan(folder)[::-1] if rank == 0 else None, group):
-        state = error = None
         try:
-            state = load_checkpoint(path(folder, it)) if rank == 0 else None
-        except BadInput as e:
-            error = e
-        state = shared(state, group)
-        try:
-            for held in (h for kind in KINDS for h in (state or {}).get(kind, {}).values()):
-                for at in range(rank, getattr(held, "count", 0), ranks):
-                    held.file(at)
-        except BadInput as e:
-            error = e
-        told = error and (not isinstance(error, Damaged), str(error))       # may it pass?
-        worst = max(filter(None, everyone(told, group)), default=None)
-        if worst is None:
+            state = together(lambda: load_checkpoint(path(folder, it)) if rank == 0 else None, group)
+            state = shared(state, group)
+            shards = [h for kind in KINDS for h in state[kind].values() if isinstance(h, Shards)]
+            together(lambda: [h.file(at) for h in shards for at in range(rank, h.count, ranks)], group)
             return it, state
-        if worst[0]:
-            raise BadInput(worst[1])
-        say(f"WARNING: {worst[1]}; falling back to the checkpoint before it")
+        except Damaged as e:
+            say(f"WARNING: {e}; falling back to the checkpoint before it")
     return None, None
 
 

@@ -123,15 +123,16 @@ def fetch(file):
     if isinstance(file, Path):
         yield file
         return
-    with contextlib.ExitStack() as stack:
-        with spoken("read", file):
-            here = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fewstep_")), file.name)
-            try:
-                store(file).get_file(file.path, str(here))
-            except Exception:                           # botocore repeats a request, not reading its answer
-                if not here.exists():
-                    raise
-                file.fs.get_file(file.path, str(here))
+    with spoken("read", file):
+        folder = tempfile.TemporaryDirectory(prefix="fewstep_")
+        here, fs = Path(folder.name, file.name), store(file)
+        try:
+            fs.get_file(file.path, str(here))
+        except Exception:                               # botocore repeats a request, not reading its answer
+            if not here.exists():
+                raise
+            fs.get_file(file.path, str(here))
+    with folder:
         yield here
 
 

@@ -28,7 +28,8 @@ def fill(nets, models, inits, sources, state, trainable, cfg, device):
         if source is not None and not complete:
             at, given = fitting(models, name, source, sources)
         draw(net, model, name, cfg["seed"], own if complete else given)
-        tensors, held = net.state_dict(), nets[source].state_dict() if source in nets else sources.get(source)
+        tensors = net.state_dict()
+        held = nets[source].state_dict() if source in nets else sources.get(source)
         for key, spec in given.items():
             if source in nets:
                 value = adapt(model, key, shard.whole(held[at[key]], device))
