@@ -786,7 +786,7 @@ def make_net(spec, **options):
     head, *rest = re.split(r",(?![^(]*\))", spec)      # not inside (16, 64, 64)
     family, _, size = head.partition(":")
     files = (Path(__file__).resolve().parent / "nets").glob("*.py")
-    known(f"net {spec}: family", family, sorted(f.stem for f in files if "\ndef make(" in f.read_text()))
+    known(f"net {spec}: family", family, sorted(f.stem for f in files if "\nmake = " in f.read_text()))
     module = importlib.import_module(f"nets.{family}")
     known(f"net {spec}: size", size, module.sizes)
     for key, given, value in (item.partition("=") for item in rest):

@@ -3,8 +3,8 @@
 State-dict keys are those of the diffusers folders (CogVideoXTransformer3DModel), which load as they are. The
 net predicts v at 1000 t. Text and video go through every block in one attention, with one set of weights but
 shifts, scales and gates of their own. 2B knows places from a fixed table added to the tokens, 5B from RoPE.
-The reference has videos as (B, T, C, H, W); here they are (B, C, T, H, W) as everywhere. Additions: a second
-time r, a log-variance head on the embedding of t, taps: the video tokens after each block, as pixels.
+The reference has videos as (B, T, C, H, W); here they are (B, C, T, H, W) as everywhere. Taps: the video
+tokens after each block, as pixels.
 """
 import numpy as np
 import torch
@@ -13,64 +13,26 @@ from einops import rearrange
 from torch import nn
 
 from common import BadInput, number
-from nets.layers import (FeedForward, Linear, MLP2, Net, SelfAttention, Zero, angles, ddim, grid, pack,
-                         sin_emb)
+from nets.layers import (Linear, Modulation, Net, SelfAttention, Zero, angles, ddim, feed_forward, grid,
+                         maker, mlp2, modulate, pack, sin_emb, sin_table)
 
 base = dict(x_shape=(16, 13, 60, 90), time_dim=512, text_dim=4096)
 sizes = {"2b": base | dict(depth=30, dim=1920, heads=30, schedule="cogvideox2b"),
          "5b": base | dict(depth=42, dim=3072, heads=48, schedule="cogvideox", rotary=True)}
 
 
-def make(size, /, label_dim=0, **options):
-    """Net of a named size; options (those of `CogVideoX`) override its entry. It has no class labels."""
-    return CogVideoX(**sizes[size] | {k: v for k, v in options.items() if v is not None})
-
-
-class Patches(nn.Module):
-    """Tokens of a video, 2 x 2 pixels of a frame each, and of a text."""
-    def __init__(self, channels, text_dim, dim):
-        super().__init__()
-        self.proj, self.text_proj = nn.Conv2d(channels, dim, 2, stride=2), Linear(text_dim, dim)
-
-    def forward(self, x, text):
-        return F.linear(pack(x), self.proj.weight.flatten(1), self.proj.bias), self.text_proj(text)
-
-
-class Norm(nn.Module):
-    """LayerNorm with parameters, and n chunks (B, D) of a linear map of silu(e), e (B, time_dim)."""
-    def __init__(self, time_dim, dim, n):
-        super().__init__()
-        self.n, self.linear, self.norm = n, Zero(time_dim, n * dim), nn.LayerNorm(dim, eps=1e-5)
-
-    def chunks(self, e):
-        return self.linear(F.silu(e)).chunk(self.n, dim=1)
-
-    def forward(self, x, shift, scale):
-        return self.norm(x) * (1 + scale[:, None]) + shift[:, None]
-
-
-class Attention(SelfAttention):
-    """Queries and keys with LayerNorm per head, a map of the output."""
-    def __init__(self, dim, heads):
-        super().__init__(dim, heads)
-        self.norm_q, self.norm_k = (nn.LayerNorm(dim // heads, eps=1e-6) for _ in range(2))
-        self.to_out = nn.ModuleList([Linear(dim, dim)])
-
-    def forward(self, x, angle):
-        return self.to_out[0](super().forward(x, angle))
-
-
 class Block(nn.Module):
     """Video x (B, S, D), text (B, L, D), e (B, time_dim), angle (L + S, d / 2) or None -> both streams."""
     def __init__(self, dim, heads, time_dim, dropout):
         super().__init__()
-        self.norm1, self.norm2 = Norm(time_dim, dim, 6), Norm(time_dim, dim, 6)
-        self.attn1, self.ff = Attention(dim, heads), FeedForward(dim, dropout)
+        self.norm1, self.norm2 = (Modulation(time_dim, 6, dim, norm=True) for _ in range(2))
+        self.attn1, self.ff = SelfAttention(dim, heads, nn.LayerNorm, out=True), feed_forward(dim, dropout)
 
     def forward(self, x, text, e, angle):
         for norm, layer in ((self.norm1, lambda h: self.attn1(h, angle)), (self.norm2, self.ff)):
-            shift, scale, gate, text_shift, text_scale, text_gate = norm.chunks(e)
-            h = layer(torch.cat([norm(text, text_shift, text_scale), norm(x, shift, scale)], dim=1))
+            shift, scale, gate, text_shift, text_scale, text_gate = norm(e)
+            h = layer(torch.cat([modulate(text, text_shift, text_scale, norm.norm),
+                                 modulate(x, shift, scale, norm.norm)], dim=1))
             y_text, y = h.split([text.shape[1], x.shape[1]], dim=1)
             x, text = x + gate[:, None] * y, text + text_gate[:, None] * y_text
         return x, text
@@ -92,12 +54,14 @@ class CogVideoX(Net):
         self.blocks = [f"transformer_blocks.{i}" for i in range(depth)]
         self.taps_at = [(dim // 4, frames, rows, columns)] * depth
 
-        self.patch_embed = Patches(channels, text_dim, dim)
-        self.time_embedding = MLP2(dim, time_dim)
-        self.r_embedder = MLP2(dim, time_dim, Zero) if r else None
+        self.patch_embed = nn.ModuleDict(dict(proj=nn.Conv2d(channels, dim, 2, stride=2),
+                                              text_proj=Linear(text_dim, dim)))
+        self.time_embedding = mlp2(dim, time_dim)
+        self.r_embedder = mlp2(dim, time_dim, Zero) if r else None
         self.logvar_linear = Zero(time_dim, 1) if logvar else None
         self.transformer_blocks = nn.ModuleList(Block(dim, heads, time_dim, dropout) for _ in range(depth))
-        self.norm_final, self.norm_out = nn.LayerNorm(dim, eps=1e-5), Norm(time_dim, dim, 2)
+        self.norm_final = nn.LayerNorm(dim, eps=1e-5)
+        self.norm_out = Modulation(time_dim, 2, dim, norm=True)
         self.proj_out = Zero(dim, 4 * channels)
 
     def table(self, frames, rows, columns, device):
@@ -106,8 +70,7 @@ class CogVideoX(Net):
         count = lambda n, unit=1.0: torch.arange(n, dtype=torch.float64, device=device) / unit  # noqa: E731
         t, row, column = grid(count(frames), count(rows, 1.875), count(columns, 1.875))
         n = self.dim // 8
-        parts = [angles([p], [axis]) for p, axis in ((t, 2 * n), (column, 3 * n), (row, 3 * n))]
-        return torch.cat([half for a in parts for half in (a.sin(), a.cos())], dim=1).to(self.dtype)
+        return sin_table((t, column, row), (2 * n, 3 * n, 3 * n)).to(self.dtype)
 
     def angle(self, frames, rows, columns, device):
         """5B's RoPE angles (T x h x w, d / 2). Rows and columns of another shape than x_shape's are spread
@@ -130,12 +93,12 @@ class CogVideoX(Net):
         size, angle = (x.shape[2], x.shape[3] // 2, x.shape[4] // 2, x.device), None
         video = lambda h: rearrange(h, "b (t h w) (c p q) -> b c t (h p) (w q)",                # noqa: E731
                                     t=size[0], h=size[1], p=2, q=2)
-        wave = lambda v: sin_emb(1000 * v, self.dim, self.dtype)                                # noqa: E731
-        e = e_t = self.time_embedding(wave(times[0]))                                   # (B, time_dim)
-        if len(times) > 1:
-            e = e + self.r_embedder(wave(times[1]))
+        wave, *wave_r = (sin_emb(1000 * t, self.dim, self.dtype) for t in times)
+        e = e_t = self.time_embedding(wave)                                             # (B, time_dim)
+        e = e + self.r_embedder(*wave_r) if wave_r else e
 
-        x, text = self.patch_embed(x, text)
+        proj, text = self.patch_embed["proj"], self.patch_embed["text_proj"](text)
+        x = F.linear(pack(x), proj.weight.flatten(1), proj.bias)
         if self.rotary:                                 # text stands at 0, where nothing turns
             angle = F.pad(self.angle(*size), (0, 0, text.shape[1], 0))
         else:
@@ -145,7 +108,11 @@ class CogVideoX(Net):
                 x, text = block(x, text, e, angle)
             if tap(k, video(x)):
                 return None, e_t
-        return video(self.proj_out(self.norm_out(self.norm_final(x), *self.norm_out.chunks(e)))), e_t
+        x = modulate(self.norm_final(x), *self.norm_out(e), self.norm_out.norm)
+        return video(self.proj_out(x)), e_t
+
+
+make = maker(CogVideoX, sizes)
 
 
 def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):

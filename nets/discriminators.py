@@ -7,18 +7,15 @@ from nets.layers import Zero, label_rows, mean_token
 
 
 def group_norm(channels):
-    """GroupNorm with the largest divisor of channels up to min(32, channels / 4) as group count.
-
-    As FastGen's for up to 32 and from 128 channels. Between, FastGen may put 2 channels in a group, which
-    on a 1x1 map leaves only the sign of their difference.
-    """
+    """GroupNorm with the largest divisor of channels up to min(32, channels / 4) as group count. As FastGen's
+    for up to 32 and from 128 channels; between, FastGen may put 2 channels in a group, which on a 1x1 map
+    leaves only the sign of their difference."""
     most = min(32, max(1, channels // 4))
     return nn.GroupNorm(max(g for g in range(1, most + 1) if channels % g == 0), channels)
 
 
 class Head(nn.Sequential):
     """Layers that end in one logit per place; -> their mean (B, 1), plus what they show along e (B, C)."""
-
     def forward(self, x, e=None):
         *layers, last = self
         for layer in layers:
@@ -34,10 +31,8 @@ class ZeroEmbedding(nn.Embedding):
 
 class Heads(nn.Module):
     """One head per feature map (C, [T,] H, W), made by a family's `head(C, [T,] H, W)` and kept in `name`.
-
     With label_dim or text_dim a head is conditioned by projection (Miyato 2018, arXiv 1802.05637) on the
-    label, the mean of the text, or both; that part starts at 0.
-    """
+    label, the mean of the text, or both; that part starts at 0."""
     optional = ()
 
     def __init__(self, tap_shapes, label_dim=0, text_dim=0):
@@ -66,20 +61,17 @@ class Heads(nn.Module):
 
     def condition(self, cond, i, dtype):
         """The direction (B, C) that head i adds for cond, or None."""
-        e = None
+        parts = []
         if self.labels is not None and "label" in cond:
-            e = label_rows(self.labels[i], cond["label"])
+            parts.append(label_rows(self.labels[i], cond["label"]))
         if self.texts is not None and "text" in cond:
-            told = self.texts[i](mean_token(cond["text"].to(dtype), cond))
-            e = told if e is None else e + told
-        return e
+            parts.append(self.texts[i](mean_token(cond["text"].to(dtype), cond)))
+        return sum(parts) if parts else None
 
 
 class UNetHead(Heads):
-    """For features of a U-Net; C and size may differ from map to map.
-
-    A head halves the map down to 4x4, takes what is left to 1x1 in one convolution, and ends in one logit.
-    """
+    """For features of a U-Net; C and size may differ from map to map. A head halves the map down to 4x4,
+    takes what is left to 1x1 in one convolution, and ends in one logit."""
     name = "discriminator_heads"
 
     @staticmethod
@@ -114,8 +106,8 @@ class VideoDiTHead(Heads):
 def make_head(net, taps, cond=False):
     """The discriminator for features of `net` at these taps, of the kind that suits the net; with cond it
     sees the net's conditions."""
-    image = ImageDiTHead if getattr(net, "transformer", False) else UNetHead
-    kind = VideoDiTHead if len(net.x_shape) == 4 else image
+    kind = ImageDiTHead if getattr(net, "transformer", False) else UNetHead
+    kind = VideoDiTHead if len(net.x_shape) == 4 else kind
     sees = dict(label_dim=getattr(net, "label_dim", 0), text_dim=getattr(net, "text_dim", 0)) if cond else {}
     return kind(net.tap_shapes(taps), **sees)
 
@@ -123,7 +115,6 @@ def make_head(net, taps, cond=False):
 class DensityRatio(nn.Module):
     """Ratios r (B,) over their running mean in the bin that each belongs to, as E[p/q] over q is 1. The means
     are those of all ranks and move, by 1 - decay, only where gradients are on."""
-
     def __init__(self, bins, decay):
         super().__init__()
         if bins < 1 or not 0 <= decay < 1:

@@ -2,8 +2,8 @@
 
 State-dict keys are those of the public files (DiT-XL-2-256x256.pt, SiT-XL-2-256x256.pt), which load as they
 are. DiT predicts eps at 1000 t (its learned variance is dropped). SiT counts time from noise, t_sit = 1 - t,
-and predicts x0 - eps; here as everywhere t = 0 is data, and both t and r are turned. Additions: a second
-time r, "abs" as it is or "diff" as t - r (MeanFlow), a log-variance head, taps: outputs of the blocks.
+and predicts x0 - eps; here as everywhere t = 0 is data, and both t and r are turned. The second time r comes
+"abs", as it is, or "diff", as t - r (MeanFlow). Taps: outputs of the blocks.
 """
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,8 @@ from einops import rearrange
 from torch import nn
 
 from common import BadInput, heun, number
-from nets.layers import Linear, Net, Zero, attention, ddim, modulate, sin_emb
+from nets.layers import (Linear, Net, Zero, attend, ddim, grid, maker, modulate, sin_emb,
+                         sin_table)
 
 shapes = dict(s=(12, 384, 6), b=(12, 768, 12), l=(24, 1024, 16), xl=(28, 1152, 16))         # depth, D, heads
 dit = dict(x_shape=(4, 32, 32), label_dim=1000, schedule="dit", pred="eps", scale=1000.0, learn_sigma=True)
@@ -20,60 +21,27 @@ sizes = {f"{kind}_{name}2": base | dict(depth=depth, dim=dim, heads=heads)
          for kind, base in (("dit", dit), ("sit", sit)) for name, (depth, dim, heads) in shapes.items()}
 
 
-def make(size, /, **options):
-    """Net of a named size (dit_xl2, sit_b2, ...); options (those of `DiT`) override its entry."""
-    return DiT(**sizes[size] | {k: v for k, v in options.items() if v is not None})
-
-
-class TimeMLP(nn.Module):
-    """Embeds a time that is already scaled: (B,) -> (B, dim)."""
-    def __init__(self, dim, last=Linear):
-        super().__init__()
-        self.mlp = nn.Sequential(Linear(256, dim), nn.SiLU(), last(dim, dim))
-
-    def forward(self, t):
-        return self.mlp(sin_emb(t, 256, self.mlp[0].weight.dtype))
-
-
-class Attention(nn.Module):
-    def __init__(self, dim, heads):
-        super().__init__()
-        self.heads, self.qkv, self.proj = heads, Linear(dim, 3 * dim), Linear(dim, dim)
-
-    def forward(self, x):
-        q, k, v = rearrange(self.qkv(x), "b s (three n d) -> three b n s d", three=3, n=self.heads)
-        return self.proj(rearrange(attention(q, k, v), "b n s d -> b s (n d)"))
-
-
-class MLP(nn.Module):
-    def __init__(self, dim, hidden, dropout):
-        super().__init__()
-        self.fc1, self.fc2, self.dropout = Linear(dim, hidden), Linear(hidden, dim), dropout
-
-    def forward(self, x):
-        return self.fc2(F.dropout(F.gelu(self.fc1(x), approximate="tanh"), self.dropout, self.training))
+def embedder(dim, last=Linear):
+    """Of the sin_emb of a time that is already scaled: (B, 256) -> (B, dim)."""
+    return nn.ModuleDict(dict(mlp=nn.Sequential(Linear(256, dim), nn.SiLU(), last(dim, dim))))
 
 
 class Block(nn.Module):
     def __init__(self, dim, heads, dropout):
         super().__init__()
-        self.attn, self.mlp = Attention(dim, heads), MLP(dim, 4 * dim, dropout)
+        self.heads, self.dropout = heads, dropout
+        self.attn = nn.ModuleDict(dict(qkv=Linear(dim, 3 * dim), proj=Linear(dim, dim)))
+        self.mlp = nn.ModuleDict(dict(fc1=Linear(dim, 4 * dim), fc2=Linear(4 * dim, dim)))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), Zero(dim, 6 * dim))
 
     def forward(self, x, c):
         """x (B, S, D), c (B, D) -> (B, S, D)."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1[:, None] * self.attn(modulate(x, shift1, scale1))
-        return x + gate2[:, None] * self.mlp(modulate(x, shift2, scale2))
-
-
-class Final(nn.Module):
-    def __init__(self, dim, out):
-        super().__init__()
-        self.linear, self.adaLN_modulation = Zero(dim, out), nn.Sequential(nn.SiLU(), Zero(dim, 2 * dim))
-
-    def forward(self, x, c):
-        return self.linear(modulate(x, *self.adaLN_modulation(c).chunk(2, dim=1)))
+        qkv = self.attn["qkv"](modulate(x, shift1, scale1))
+        y = attend(*rearrange(qkv, "b s (three n d) -> three b n s d", three=3, n=self.heads))
+        x = x + gate1[:, None] * self.attn["proj"](y)
+        y = F.gelu(self.mlp["fc1"](modulate(x, shift2, scale2)), approximate="tanh")
+        return x + gate2[:, None] * self.mlp["fc2"](F.dropout(y, self.dropout, self.training))
 
 
 class DiT(Net):
@@ -100,21 +68,20 @@ class DiT(Net):
 
         self.x_embedder = nn.ModuleDict(dict(proj=nn.Conv2d(x_shape[0], dim, patch, stride=patch)))
         self.register_buffer("pos_embed", torch.empty(1, self.grid[0] * self.grid[1], dim))
-        self.t_embedder = TimeMLP(dim)                  # of labels: a row per class, the last for none
+        self.t_embedder = embedder(dim)                 # of labels: a row per class, the last for none
         self.y_embedder = nn.ModuleDict(dict(embedding_table=nn.Embedding(label_dim + 1, dim)))
-        self.r_embedder = TimeMLP(dim, Zero) if r else None
+        self.r_embedder = embedder(dim, Zero) if r else None
         self.logvar_linear = Zero(dim, 1) if logvar else None
         self.layers = nn.ModuleList(Block(dim, heads, dropout) for _ in range(depth))
-        self.final_layer = Final(dim, patch ** 2 * x_shape[0] * (2 if learn_sigma else 1))
+        out = Zero(dim, patch ** 2 * x_shape[0] * (2 if learn_sigma else 1))
+        self.final_layer = nn.ModuleDict(dict(
+            linear=out, adaLN_modulation=nn.Sequential(nn.SiLU(), Zero(dim, 2 * dim))))
         self.reset_parameters()
 
     def reset_parameters(self):
         """The fixed table of positions: column in the first half, row in the second, each [sin, cos]."""
-        steps = [torch.arange(n, dtype=torch.float64, device="cpu") for n in self.grid]
-        rows, columns = torch.meshgrid(*steps, indexing="ij")
-        f = 1e4 ** -(torch.arange(self.dim // 4, dtype=torch.float64, device="cpu") / (self.dim // 4))
-        angles = [p.reshape(-1, 1) * f for p in (columns, rows)]
-        self.pos_embed.copy_(torch.cat([half for a in angles for half in (a.sin(), a.cos())], dim=1)[None])
+        rows, columns = grid(*self.grid, device="cpu")
+        self.pos_embed.copy_(sin_table((columns, rows), [self.dim // 2] * 2)[None])
 
     def run(self, x, times, cond, tap):
         """cond: label (B,) int64, -1 = none."""
@@ -122,17 +89,23 @@ class DiT(Net):
             raise BadInput(f"dit: its positions are those of {self.x_shape}, not of {tuple(x.shape[1:])}")
         h = rearrange(self.x_embedder["proj"](x), "b d h w -> b (h w) d") + self.pos_embed
         at = [(1 - t if self.reverse else t) * self.scale for t in times]
-        e = self.t_embedder(at[0])                                                              # (B, D)
+        wave = lambda t: sin_emb(t, 256, self.dtype)                                            # noqa: E731
+        e = self.t_embedder["mlp"](wave(at[0]))                                                 # (B, D)
         c = e + self.y_embedder["embedding_table"](self.labels(cond, times[0]))
         if len(at) > 1:
-            c = c + self.r_embedder(at[1] if self.r_kind == "abs" else (at[0] - at[1]))
+            c = c + self.r_embedder["mlp"](wave(at[1] if self.r_kind == "abs" else at[0] - at[1]))
         for i, layer in enumerate(self.layers):
             h = layer(h, c)
             if tap(i, rearrange(h, "b (h w) d -> b d h w", h=self.grid[0])):
                 return None, e
-        out = rearrange(self.final_layer(h, c), "b (h w) (p q c) -> b c (h p) (w q)", h=self.grid[0],
-                        p=self.patch, q=self.patch)[:, :self.x_shape[0]]
+        shift, scale = self.final_layer["adaLN_modulation"](c).chunk(2, dim=1)
+        out = rearrange(self.final_layer["linear"](modulate(h, shift, scale)),
+                        "b (h w) (p q c) -> b c (h p) (w q)", h=self.grid[0], p=self.patch, q=self.patch)
+        out = out[:, :self.x_shape[0]]                  # without the learned variance
         return -out if self.reverse else out, e
+
+
+make = maker(DiT, sizes)
 
 
 def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):

@@ -2,9 +2,10 @@
 
 Karras et al. 2022 (arXiv 2206.00364), table 1:  D(x_t, t) = c_skip x_t + c_out F(c_in x_t, ln(t) / 4),
 x_t = x0 + t eps. State-dict keys are those of NVIDIA's public pickles (tools/convert_edm.py), which load as
-they are. Additions: a second time r (its embedding beside that of t, FastGen's layout), a log-variance head,
-encoder features for a discriminator (tap k = output of the last encoder block of level k).
+they are. The embedding of r stands beside that of t (FastGen's layout). Tap k: the last encoder block of
+level k.
 """
+import functools
 import math
 
 import torch
@@ -13,7 +14,7 @@ from einops import rearrange
 from torch import nn
 
 from common import wide
-from nets.layers import Net
+from nets.layers import Net, maker
 
 sizes = dict(
     cifar10=dict(x_shape=(3, 32, 32), label_dim=10, augment_dim=9, width=128, mult=(2, 2, 2), blocks=4,
@@ -23,11 +24,6 @@ sizes = dict(
     # channels in multiples of 16: on an AVX-512 CPU faster than fewer parameters with 24 and 48 (measured)
     digits=dict(x_shape=(1, 8, 8), sigma_data=0.75, label_dim=10, width=16, mult=(2, 3), blocks=1, attn=(4,)),
 )
-
-
-def make(size, /, **options):
-    """Net of a named size; options (those of `EDM` and `UNet`) override its entry."""
-    return EDM(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 
 # How weights start: (distribution, factor on weights, factor on biases), as published with Karras 2022.
@@ -59,23 +55,21 @@ class Linear(nn.Linear):
 
 
 class Conv(nn.Module):
-    """k x k convolution (k = 0: none) after 2x up- or down-sampling with a separable filter.
-
-    fused (down only, NCSN++'s skip path): the convolution comes first, padded for both.
-    """
+    """k x k convolution (k = 0: none) after 2x up- or down-sampling with a separable filter. fused (down
+    only, NCSN++'s skip path): the convolution comes first, padded for both."""
     def __init__(self, cin, cout, k, init, up=False, down=False, resample=(1, 1), fused=False):
         super().__init__()
         self.k, self.init, self.up, self.taps, self.fused = k, init, up, resample, fused
         self.weight = nn.Parameter(torch.empty(cout, cin, k, k)) if k else None
         self.bias = nn.Parameter(torch.empty(cout)) if k else None
-        if up or down:
-            self.register_buffer("resample_filter", torch.empty(1, 1, len(resample), len(resample)))
+        n = len(resample)
+        self.register_buffer("resample_filter", torch.empty(1, 1, n, n) if up or down else None)
         self.reset_parameters()
 
     def reset_parameters(self):
         if self.k:
             draw(self.weight, self.bias, self.init)
-        if hasattr(self, "resample_filter"):
+        if self.resample_filter is not None:
             v = torch.tensor(self.taps, dtype=torch.float32, device="cpu")
             self.resample_filter.copy_(torch.outer(v, v) / v.sum() ** 2)
 
@@ -88,8 +82,7 @@ class Conv(nn.Module):
         pad = (len(self.taps) - 1) // 2
         if self.fused:
             return self.resample(F.conv2d(x, self.weight, self.bias, padding=self.k // 2 + pad), 0)
-        if hasattr(self, "resample_filter"):
-            x = self.resample(x, pad)
+        x = x if self.resample_filter is None else self.resample(x, pad)
         return F.conv2d(x, self.weight, self.bias, padding=self.k // 2) if self.k else x
 
 
@@ -112,20 +105,16 @@ def attend(qkv, heads, prepare=lambda x: x):
 
 class Block(nn.Module):
     """Residual block (B, cin, H, W) -> (B, cout, H', W') with the embedding (B, emb) and optional attention.
-
     song: the embedding is added, attention has one head, sums are scaled by sqrt(1/2);
-    adm: the embedding scales and shifts, attention has cout // 64 heads (none below 64 channels).
-    """
+    adm: the embedding scales and shifts, attention has cout // 64 heads (none below 64 channels)."""
     def __init__(self, cin, cout, emb, adm, dropout, attn=False, up=False, down=False, resample=(1, 1)):
         super().__init__()
         init, zero, eps = (ADM, ADM_ZERO, 1e-5) if adm else (SONG, SONG_ZERO, 1e-6)
         self.adm, self.dropout, self.scale = adm, dropout, 1 if adm else math.sqrt(0.5)
         self.heads, way = (cout // 64 if adm else 1) if attn else 0, dict(up=up, down=down, resample=resample)
-        self.norm0 = GroupNorm(cin, eps)
-        self.conv0 = Conv(cin, cout, 3, init, **way)
+        self.norm0, self.conv0 = GroupNorm(cin, eps), Conv(cin, cout, 3, init, **way)
         self.affine = Linear(emb, cout * (2 if adm else 1), init)
-        self.norm1 = GroupNorm(cout, eps)
-        self.conv1 = Conv(cout, cout, 3, zero)
+        self.norm1, self.conv1 = GroupNorm(cout, eps), Conv(cout, cout, 3, zero)
         kernel = 0 if adm and cin == cout else 1
         self.skip = Conv(cin, cout, kernel, init, **way) if cin != cout or up or down else None
         if self.heads:
@@ -138,10 +127,10 @@ class Block(nn.Module):
         a = self.affine(emb)[:, :, None, None].to(h.dtype)
         if self.adm:
             scale, shift = a.chunk(2, dim=1)
-            h = F.silu(self.norm1(h) * (scale + 1) + shift)
+            h = self.norm1(h) * (scale + 1) + shift
         else:
-            h = F.silu(self.norm1(h + a))
-        h = self.conv1(F.dropout(h, self.dropout, self.training))
+            h = self.norm1(h + a)
+        h = self.conv1(F.dropout(F.silu(h), self.dropout, self.training))
         x = (h + (x if self.skip is None else self.skip(x))) * self.scale
         return (x + self.proj(attend(self.qkv(self.norm2(x)), self.heads))) * self.scale if self.heads else x
 
@@ -151,19 +140,19 @@ class TimeEmbedding(nn.Module):
     def __init__(self, n, endpoint, fourier):
         super().__init__()
         self.n, self.endpoint = n // 2, endpoint
+        self.register_buffer("freqs", torch.empty(n // 2) if fourier else None)
         if fourier:
-            self.register_buffer("freqs", torch.empty(n // 2))
             self.reset_parameters()
 
     def reset_parameters(self):
         self.freqs.normal_(0, 16)
 
     def forward(self, x):
-        if hasattr(self, "freqs"):
-            x = x[:, None] * (2 * math.pi * self.freqs.to(x.dtype))
+        if self.freqs is not None:
+            f = 2 * math.pi * self.freqs.to(x.dtype)
         else:
-            j = torch.arange(self.n, dtype=x.dtype, device=x.device)
-            x = x[:, None] * 1e4 ** (-j / (self.n - self.endpoint))
+            f = 1e4 ** (-torch.arange(self.n, dtype=x.dtype, device=x.device) / (self.n - self.endpoint))
+        x = x[:, None] * f
         return torch.cat([x.cos(), x.sin()], dim=1)
 
 
@@ -171,19 +160,17 @@ class Skeleton(nn.Module):
     """Encoder and decoder of a U-Net under the names of the public files, and the walk through them."""
     def build(self, x_shape, first, width, mult, blocks, attn, block, c, aux=None, last_attn=False):
         """first: from the input to c channels; block(encoder, cin, cout, res, attn=, up=, down=) makes one,
-        aux(cin, cout) one of NCSN++'s skip path; last_attn: attention in the last block of a decoder's level.
-        """
+        aux(cin, cout) one of NCSN++'s skip path; last_attn: attention in the last block of a decoder's
+        level alone."""
         (channels, size, _), skips = x_shape, []
         self.enc, self.dec, self.taps_at, self.tap_of = nn.ModuleDict(), nn.ModuleDict(), [], {}
         for level, m in enumerate(mult):
             res = size >> level
-            if level == 0:
-                self.enc[f"{res}x{res}_conv"] = first
-            else:
-                self.enc[f"{res}x{res}_down"] = block(True, c, c, res, down=True)
-                if aux:
-                    self.enc[f"{res}x{res}_aux_residual"] = aux(channels, c)
-                    channels = c
+            self.enc[f"{res}x{res}_" + ("down" if level else "conv")] = (
+                block(True, c, c, res, down=True) if level else first)
+            if level and aux:
+                self.enc[f"{res}x{res}_aux_residual"] = aux(channels, c)
+                channels = c
             skips.append(c)
             for i in range(blocks):
                 self.enc[f"{res}x{res}_block{i}"] = block(True, c, width * m, res, attn=res in attn)
@@ -191,12 +178,11 @@ class Skeleton(nn.Module):
                 skips.append(c)
             self.taps_at.append((c, res, res))
             self.tap_of[f"{res}x{res}_block{blocks - 1}"] = level
-        for level, m in reversed(list(enumerate(mult))):
+        self.dec[f"{res}x{res}_in0"] = block(False, c, c, res, attn=True)
+        self.dec[f"{res}x{res}_in1"] = block(False, c, c, res)
+        for level, m in reversed([*enumerate(mult)]):
             res = size >> level
-            if level == len(mult) - 1:
-                self.dec[f"{res}x{res}_in0"] = block(False, c, c, res, attn=True)
-                self.dec[f"{res}x{res}_in1"] = block(False, c, c, res)
-            else:
+            if level < len(mult) - 1:
                 self.dec[f"{res}x{res}_up"] = block(False, c, c, res, up=True)
             for i in range(blocks + 1):
                 here = res in attn and (not last_attn or i == blocks)
@@ -219,20 +205,16 @@ class Skeleton(nn.Module):
             if key in self.tap_of and tap(self.tap_of[key], x):
                 return None
         for key, block in self.dec.items():
-            if "_block" in key:
-                x = self.join(x, skips.pop())
             if "_aux_" not in key:
-                x = block(x, emb)
+                x = block(self.join(x, skips.pop()) if "_block" in key else x, emb)
         return x
 
 
 class UNet(Skeleton):
-    """F of the preconditioning: SongUNet, or DhariwalUNet with adm. Embedding, encoder, decoder.
-
-    width: channels at mult 1; mult: one per level; blocks: per level of the encoder, one more in the decoder;
-    attn: resolutions with attention; emb_mult: the embedding's width over `width`. NCSN++ is fourier,
-    residual, noise_mult=2, resample=(1, 3, 3, 1).
-    """
+    """F of the preconditioning: SongUNet, or DhariwalUNet with adm. width: channels at mult 1; mult: one per
+    level; blocks: per level of the encoder, one more in the decoder; attn: resolutions with attention;
+    emb_mult: the embedding's width over `width`. NCSN++ is fourier, residual, noise_mult=2 and
+    resample=(1, 3, 3, 1)."""
     def __init__(self, x_shape, label_dim, augment_dim, r, logvar, width, mult, blocks, attn, adm=False,
                  emb_mult=4, noise_mult=1, fourier=False, residual=False, resample=(1, 1), dropout=0.0):
         super().__init__()
@@ -241,23 +223,19 @@ class UNet(Skeleton):
         self.adm, self.label_dim, self.noise = adm, label_dim, width * noise_mult
         total = self.noise * (2 if r else 1)
         self.map_noise = TimeEmbedding(self.noise, not adm, fourier)
-        if label_dim and adm:
-            self.map_label = Linear(label_dim, emb, ("normal", math.sqrt(label_dim), 0), bias=False)
-        elif label_dim:
-            self.map_label = Linear(label_dim, total, init)
+        if label_dim:
+            self.map_label = (Linear(label_dim, emb, ("normal", math.sqrt(label_dim), 0), bias=False) if adm
+                              else Linear(label_dim, total, init))
         if augment_dim:
             self.map_augment = Linear(augment_dim, total, ADM_ZERO if adm else init, bias=False)
-        self.map_layer0 = Linear(total, emb, init)
-        self.map_layer1 = Linear(emb, emb, init)
+        self.map_layer0, self.map_layer1 = Linear(total, emb, init), Linear(emb, emb, init)
         if logvar:
             self.logvar_linear = Linear(self.noise, 1, ("xavier", 0, 0))     # starts as the plain loss, u = 0
 
         def block(encoder, cin, cout, res, attn=False, **way):
             return Block(cin, cout, emb, adm, dropout, attn, resample=resample if way else (1, 1), **way)
 
-        def aux(cin, cout):
-            return Conv(cin, cout, 3, init, fused=True, down=True, resample=resample)
-
+        aux = functools.partial(Conv, k=3, init=init, fused=True, down=True, resample=resample)
         c = self.build(x_shape, Conv(channels, c, 3, init), width, mult, blocks, attn, block, c,
                        aux if residual else None, last_attn=not adm)
         if adm:
@@ -266,20 +244,17 @@ class UNet(Skeleton):
             self.dec[f"{size}x{size}_aux_norm"] = GroupNorm(c, 1e-6)
             self.dec[f"{size}x{size}_aux_conv"] = Conv(c, channels, 3, SONG_ZERO)
 
-    def embed(self, times, label, augment, dtype):
-        """Embeddings of t (and r), one-hot label (B, label_dim), augment (B, augment_dim) -> (B, emb)."""
-        e = torch.cat([e if self.adm else e.roll(self.noise // 2, 1) for e in times], dim=1).to(dtype)
-        if augment is not None and hasattr(self, "map_augment"):    # song above: halves swapped to [sin, cos]
+    def forward(self, x, c_noise, label, augment, tap):
+        """x in the weights' type, c_noise (B,) of t (and r), one-hot label (B, label_dim), augment
+        (B, augment_dim) -> F (B, C, H, W) or None if stopped, the embedded time as such."""
+        times = [self.map_noise(c) for c in c_noise]                # below: halves swapped to [sin, cos]
+        e = torch.cat([e if self.adm else e.roll(self.noise // 2, 1) for e in times], dim=1).to(x.dtype)
+        if augment is not None and hasattr(self, "map_augment"):
             e = e + self.map_augment(augment)
         if self.label_dim and not self.adm:
             e = e + self.map_label(label * math.sqrt(self.label_dim))
         e = self.map_layer1(F.silu(self.map_layer0(e)))
-        return F.silu(e + self.map_label(label) if self.label_dim and self.adm else e)
-
-    def forward(self, x, c_noise, label, augment, tap):
-        """x in the weights' type -> F (B, C, H, W) or None if stopped, the embedded time as such."""
-        times = [self.map_noise(c) for c in c_noise]         # of t, and of r where the net takes it
-        h = self.walk(x, self.embed(times, label, augment, x.dtype), tap)
+        h = self.walk(x, F.silu(e + self.map_label(label) if self.label_dim and self.adm else e), tap)
         if h is not None:
             norm, conv = (self.out_norm, self.out_conv) if self.adm else list(self.dec.values())[-2:]
             h = conv(F.silu(norm(h)))
@@ -330,3 +305,6 @@ class EDM(Preconditioned):
         if not self.built["r"] or dim is None or tensor.ndim <= dim or tensor.shape[dim] != model.noise:
             return tensor
         return torch.cat([tensor, torch.zeros_like(tensor)], dim=dim)
+
+
+make = maker(EDM, sizes)

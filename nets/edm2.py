@@ -1,8 +1,8 @@
 """EDM2: the magnitude-preserving U-Net of Karras et al. 2024 (arXiv 2312.02696) with EDM preconditioning.
 
 Keys are those of NVIDIA's public pickles (tools/convert_edm.py), whose gains without a dimension become (1,).
-After each optimizer step `post_step` puts the rows of weights back to unit size. Additions: a second time r
-(FastGen's embedder, mixed in by a gain that starts at 0), taps (k: the last encoder block of level k).
+After each optimizer step `post_step` puts the rows of weights back to unit size. The second time r is mixed
+in by a gain that starts at 0 (FastGen's embedder). Tap k: the last encoder block of level k.
 """
 import math
 
@@ -11,15 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from nets.edm import Preconditioned, Skeleton, attend
+from nets.layers import maker
 
 SILU = 0.596        # magnitude of silu(x) for a normal x
 imagenet64 = dict(x_shape=(3, 64, 64), label_dim=1000, mult=(1, 2, 3, 4), blocks=3, attn=(16, 8))
 sizes = {f"imagenet64_{k}": imagenet64 | dict(width=v) for k, v in dict(s=192, m=256, l=320, xl=384).items()}
-
-
-def make(size, /, **options):
-    """Net of a named size; options (those of `EDM2` and `UNet`) override its entry."""
-    return EDM2(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 
 def normalize(x, *dims):
@@ -168,3 +164,6 @@ class EDM2(Preconditioned):
         for weight in (m.weight for m in self.modules() if isinstance(m, MPConv)):
             w = weight.to_local() if hasattr(weight, "to_local") else weight
             w.copy_(normalize(w))
+
+
+make = maker(EDM2, sizes)

@@ -2,9 +2,8 @@
 
 With cfg["encoders"] == "" the data are in that space: pixels, or what tools/encode.py made of them. Otherwise
 it names a pipeline of diffusers (folder or hub id), whose VAE encodes images and whose own encode_prompt does
-captions, so lengths, masks and padding are the official ones, or a VAE alone (stabilityai/sd-vae-ft-mse for
-DiT and SiT). It is loaded once a process, frozen, without the net. What a video net sees of a clip besides
-the text (its first frames, CLIP's states, depth) is made of the clip itself: `seen`, `given`.
+captions, or a VAE alone (stabilityai/sd-vae-ft-mse for DiT and SiT), loaded once a process, frozen. What a
+video net sees of a clip besides the text is made of the clip itself: `seen`, `given`.
 """
 import functools
 import json
@@ -34,14 +33,12 @@ NEGATIVE = json.loads((Path(__file__).parent.parent / "assets" / "negative_promp
 
 def encode(raw, cfg, device):
     """Raw batch -> dict(x0 (B, C, [F,] H, W) float32 in the net's space, cond, uncond, id), on `device`.
-
     uint8 v -> v / 127.5 - 1 (as EDM). Augmentations that the loader drew are applied here (x0 may then leave
     [-1, 1]) and both conditions carry their labels, augment (B, augment.dim(cfg)). Pairs come with the states
     x_t on the teacher's way to x0, path (B, P, C, H, W), at the times path_t (P,); path[:, 0] is sigma z.
     Stored are latent (B, C, ...) or moments (B, 2 C, ...), mean and std as the net sees them; x0 is mean +
     std eps, eps of the default generator, and the mean where gradients are off (validation). Frames that the
-    net is given are those of its condition, without that noise.
-    """
+    net is given are those of its condition, without that noise."""
     put = lambda v: v.to(device, non_blocking=True)                                              # noqa: E731
     (kind, x0), = ((k, scaled(put(raw[k]))) for k in ("image", "latent", "moments") if k in raw)
     cond, uncond = conditions(raw["label"], cfg, device, raw)
@@ -83,9 +80,9 @@ def from_latents(z, found):
     """Latents (B, C, [F,] h, w) as the net sees them -> pixels in about [-1, 1], on z's device."""
     shift, scale, device = *(v.reshape(-1, *[1] * (z.dim() - 2)) for v in found.affine), found.vae.device
     x = (z.to(device).float() / scale.to(device) + shift.to(device)).to(found.vae.dtype)
-    if found.video and z.dim() == 4:                    # an image is a clip of one frame
-        return found.vae.decode(x[:, :, None]).sample[:, :, 0].to(z.device)
-    return found.vae.decode(x).sample.to(z.device)
+    still = found.video and z.dim() == 4                # an image is a clip of one frame
+    x = found.vae.decode(x[:, :, None] if still else x).sample.to(z.device)
+    return x[:, :, 0] if still else x
 
 
 def to_latents(x, found):
@@ -110,12 +107,9 @@ def last_frame(x0, cfg):
 
 def conditions(labels, cfg, device, texts={}):
     """Labels (B,) (tensor or list of int) -> (cond, uncond), each dict(label int64 (B,)), -1 = none:
-    everywhere if cfg["classes"] is 0, and in uncond.
-
-    texts adds text (B, L, D), pooled (B, P), text_mask (B, L): of its caption, B str, or as stored in its
-    cond and uncond (B or 1). What is not stored of uncond is of its negative, B str, or the config's. Both
-    get what `frames` makes of its clips.
-    """
+    everywhere if cfg["classes"] is 0, and in uncond. texts adds text (B, L, D), pooled (B, P), text_mask
+    (B, L): of its caption, B str, or as stored in its cond and uncond (B or 1). What is not stored of uncond
+    is of its negative, B str, or the config's. Both get what `frames` makes of its clips."""
     labels, classes = torch.as_tensor(labels, dtype=torch.int64), cfg.get("classes", -1)
     if classes == 0:
         labels = torch.full_like(labels, -1)
@@ -134,11 +128,10 @@ def conditions(labels, cfg, device, texts={}):
     if not blank and cfg.get("guidance", 1) != 1:
         raise BadInput("--guidance needs an embedded negative prompt; give --data_uncond FILE or --encoders")
     blank = blank or {k: torch.zeros_like(v) for k, v in told.items()}
-    told, blank = ({k: v.to(device, non_blocking=True) for k, v in part.items() if k in TEXT_KEYS}
-                   for part in (told, blank))
-    for whole, part in zip((cond, uncond), level(told, blank)):
-        whole |= {k: v.expand(len(labels), *v.shape[1:]) for k, v in part.items()}
-    return cond, uncond
+    parts = ({k: v.to(device, non_blocking=True) for k, v in part.items() if k in TEXT_KEYS}
+             for part in (told, blank))
+    return tuple(whole | {k: v.expand(len(labels), *v.shape[1:]) for k, v in part.items()}
+                 for whole, part in zip((cond, uncond), level(*parts)))
 
 
 def level(*parts):
@@ -146,10 +139,9 @@ def level(*parts):
     longest = max(part["text"].shape[1] for part in parts)
     if all("text_mask" not in part and part["text"].shape[1] == longest for part in parts):
         return parts
-    masks = [part.get("text_mask", part["text"].new_ones(part["text"].shape[:2])) for part in parts]
-    more = [longest - mask.shape[1] for mask in masks]
+    masks = (part.get("text_mask", part["text"].new_ones(part["text"].shape[:2])) for part in parts)
     return [part | dict(text=F.pad(part["text"], (0, 0, 0, n)), text_mask=F.pad(mask, (0, n)))
-            for part, mask, n in zip(parts, masks, more)]
+            for part, mask in zip(parts, masks) for n in [longest - mask.shape[1]]]
 
 
 # ---------------------------------------------------------------- what a video net looks at besides text
@@ -196,7 +188,7 @@ def frames(raw, cfg, device):
     if clip is None or not (n := given(cfg)):
         return found
     if pixels:
-        stride = factors(described(cfg["encoders"], cfg["offline"])[1])[1]
+        stride = factors(described(cfg["encoders"], cfg["offline"])[1])[2]
         clip = moments(clip[:, :, :1 + stride * (n - 1)], cfg, device)
     first, total = scaled(clip[:, :net.x_shape[0], :n].to(device)), net.x_shape[1]
     if not getattr(net, "video2world", False):
@@ -246,13 +238,11 @@ def depth(x, cfg):
 
 @functools.lru_cache(maxsize=1)
 def depth_model(name, offline):
-    try:
+    cure = "give one of transformers such as depth-anything/Depth-Anything-V2-Large-hf"
+    with speaking("--depth_model", name, cure):
         import transformers
         kinds = transformers.AutoModelForDepthEstimation, transformers.AutoImageProcessor
         model, processor = (kind.from_pretrained(name, local_files_only=offline) for kind in kinds)
-    except Exception as e:
-        raise BadInput(f"--depth_model {name} cannot be used ({' '.join(str(e).split())[:300]}); give one of "
-                       "transformers such as depth-anything/Depth-Anything-V2-Large-hf") from e
     return model.eval().requires_grad_(False), processor
 
 
@@ -275,9 +265,8 @@ def prompts(texts, cfg, device):
 def cut(texts, cfg):
     """[a line on how many of the texts are longer than what the encoders take], [] if none is."""
     pipe = load(cfg["encoders"], cfg["encoder_dtype"], cfg["offline"]).pipe if texts else None
-    found = [tokenizer for part in ("tokenizer", "tokenizer_2") if (tokenizer := getattr(pipe, part, None))]
     long = {}
-    for tokenizer in found:
+    for tokenizer in filter(None, (getattr(pipe, part, None) for part in ("tokenizer", "tokenizer_2"))):
         limit = min(tokenizer.model_max_length, KNOWN[type(pipe).__name__])
         long[limit] = sum(len(ids) > limit for ids in tokenizer(list(texts)).input_ids)
     told = [f"{n} are cut to {limit} tokens" for limit, n in long.items() if n]
@@ -310,13 +299,11 @@ def shapes(cfg, shape=None, kind="image"):
     """(C, [F,] H, W) of the pixels that cfg["net"] is trained on; or of the x0 that a sample of a kind
     becomes."""
     vae = described(cfg["encoders"], cfg["offline"])[1] if cfg.get("encoders") else None
-    space, time = factors(vae) if vae else (1, 1)
+    channels, space, time = factors(vae) if vae else (0, 1, 1)
+    c, *t, h, w = shape or net_of(cfg["net"]).x_shape
     if shape is None:
-        c, *t, h, w = net_of(cfg["net"]).x_shape
         return 3 if vae else c, *(time * (n - 1) + 1 for n in t), h * space, w * space
-    c, *t, h, w = shape
     if kind == "image" and vae:
-        channels = vae.get("latent_channels", vae.get("z_dim"))
         return channels, *((n - 1) // time + 1 for n in t), h // space, w // space
     return c // (2 if kind == "moments" else 1), *t, h, w
 
@@ -326,7 +313,7 @@ def check(cfg, texts):
     if not cfg.get("encoders"):
         return
     index, vae = described(cfg["encoders"], cfg["offline"])
-    c, given = vae.get("latent_channels", vae.get("z_dim")), net_of(cfg["net"]).x_shape[0]
+    c, given = factors(vae)[0], net_of(cfg["net"]).x_shape[0]
     if c != given:
         raise BadInput(f"--encoders {cfg['encoders']} has a VAE of {c} channels, --net {cfg['net']} takes "
                        f"{given}; give the pipeline, or the VAE, that belongs to the net")
@@ -336,15 +323,16 @@ def check(cfg, texts):
 
 
 def factors(vae):
-    """How many pixels a latent is high and wide, and frames long, by the config of a VAE."""
+    """Channels of a latent, how many pixels it is high and wide, and frames long, by the config of a VAE."""
     if "temperal_downsample" in vae:                    # Wan's, also Qwen-Image's and Cosmos'
         halved = vae["temperal_downsample"]
-        return 2 ** len(halved) * (vae.get("patch_size") or 1), 2 ** sum(halved)
-    return 2 ** len(vae["block_out_channels"][1:]), vae.get("temporal_compression_ratio", 1)
+        return vae.get("z_dim"), 2 ** len(halved) * (vae.get("patch_size") or 1), 2 ** sum(halved)
+    halved = len(vae["block_out_channels"]) - 1
+    return vae.get("latent_channels"), 2 ** halved, vae.get("temporal_compression_ratio", 1)
 
 
 @contextmanager
-def speaking(name):
+def speaking(flag, name, cure=f"give the folder or hub id of one of {', '.join(KNOWN)}, or of a VAE"):
     """Gives diffusers; what fails inside is BadInput: the libraries raise all kinds of errors."""
     try:
         import diffusers
@@ -353,9 +341,9 @@ def speaking(name):
             library.utils.logging.set_verbosity_error(), library.utils.logging.disable_progress_bar()
         yield diffusers
     except Exception as e:
-        cure = ("pip install diffusers transformers sentencepiece ftfy" if isinstance(e, ImportError) else
-                f"give the folder or hub id of one of {', '.join(KNOWN)}, or of a VAE")
-        raise BadInput(f"--encoders {name} cannot be used ({' '.join(str(e).split())[:300]}); {cure}") from e
+        if isinstance(e, ImportError):
+            cure = "pip install diffusers transformers sentencepiece ftfy"
+        raise BadInput(f"{flag} {name} cannot be used ({' '.join(str(e).split())[:300]}); {cure}") from e
 
 
 def located(name, offline):
@@ -370,7 +358,7 @@ def located(name, offline):
 def described(name, offline):
     """(index of the pipeline, {} for a VAE alone; config of the VAE)."""
     index, (name, how) = {}, located(name, offline)
-    with speaking(name) as diffusers:
+    with speaking("--encoders", name) as diffusers:
         with suppress(OSError):                         # no model_index.json
             index, how = diffusers.DiffusionPipeline.load_config(name, **how), how | dict(subfolder="vae")
         if index.get("_class_name", "FluxPipeline") not in KNOWN:
@@ -385,8 +373,8 @@ def described(name, offline):
 def load(name, dtype, offline):
     (index, vae), (name, how) = described(name, offline), located(name, offline)
     how["dtype"] = DTYPES[dtype]
-    kind, video = index.get("_class_name", ""), "temperal_downsample" in vae or factors(vae)[1] > 1
-    with speaking(name) as diffusers, torch.random.fork_rng(devices=[]):     # weights are drawn, then read
+    kind, video = index.get("_class_name", ""), "temperal_downsample" in vae or factors(vae)[2] > 1
+    with speaking("--encoders", name) as diffusers, torch.random.fork_rng(devices=[]):  # weights are drawn
         if kind.startswith("Wan"):
             import ftfy  # noqa: F401           Wan's captions are mended by it, or not at all, without a word
         if index:

@@ -3,8 +3,8 @@
 State-dict keys are those of the diffusers folder (FluxTransformer2DModel), which loads as it is. The net
 predicts the flow eps - x0 at t in [0, 1]. It is distilled from guidance: the scale is an input, embedded like
 the time; `embed_guidance` is given to every call whose cond has no "guidance" (B,). Image and text keep
-streams of their own in the first blocks, then go through the rest as one sequence. Additions: a second time
-r, a log-variance head on the embedding of t alone, taps: the image tokens after each block, double first.
+streams of their own in the first blocks, then go through the rest as one sequence. Taps: the image tokens
+after each block, double first.
 """
 import torch
 import torch.nn.functional as F
@@ -12,17 +12,12 @@ from einops import rearrange
 from torch import nn
 
 from common import BadInput
-from nets.layers import (FeedForward, JointAttention, Linear, MLP2, Modulation, Net, SelfAttention, Zero,
-                         angles, dual_stream, dynamic_mu, flow_euler, grid, modulate, pack, sigma_grid,
+from nets.layers import (JointAttention, Linear, Modulation, Net, SelfAttention, Zero, angles, dual_stream,
+                         dynamic_mu, feed_forward, flow_euler, grid, maker, mlp2, modulate, pack, sigma_grid,
                          sin_emb, unpack)
 
 sizes = dict(dev=dict(x_shape=(16, 128, 128), depth=19, single_depth=38, dim=3072, heads=24,
                       axes=(16, 56, 56), text_dim=4096, pooled_dim=768))
-
-
-def make(size, /, label_dim=0, **options):
-    """Net of a named size; options (those of `Flux`) override its entry. It has no class labels."""
-    return Flux(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 
 class Double(nn.Module):
@@ -31,7 +26,7 @@ class Double(nn.Module):
         super().__init__()
         self.norm1, self.norm1_context = Modulation(dim, 6), Modulation(dim, 6)
         self.attn = JointAttention(dim, heads)
-        self.ff, self.ff_context = FeedForward(dim, dropout), FeedForward(dim, dropout)
+        self.ff, self.ff_context = feed_forward(dim, dropout), feed_forward(dim, dropout)
 
     def forward(self, x, text, e, angle):
         mods = self.norm1(e), self.norm1_context(e)
@@ -70,10 +65,10 @@ class Flux(Net):
         self.taps_at = [(dim, rows // 2, columns // 2)] * len(self.blocks)
 
         self.time_text_embed = nn.ModuleDict(dict(
-            timestep_embedder=MLP2(256, dim), guidance_embedder=MLP2(256, dim),
-            text_embedder=MLP2(pooled_dim, dim)))
+            timestep_embedder=mlp2(256, dim), guidance_embedder=mlp2(256, dim),
+            text_embedder=mlp2(pooled_dim, dim)))
         self.context_embedder, self.x_embedder = Linear(text_dim, dim), Linear(4 * channels, dim)
-        self.r_embedder = MLP2(256, dim, Zero) if r else None
+        self.r_embedder = mlp2(256, dim, Zero) if r else None
         self.logvar_linear = Zero(dim, 1) if logvar else None
         self.transformer_blocks = nn.ModuleList(Double(dim, heads, dropout) for _ in range(depth))
         self.single_transformer_blocks = nn.ModuleList(Single(dim, heads) for _ in range(single_depth))
@@ -90,8 +85,7 @@ class Flux(Net):
         e = e_t + embed["guidance_embedder"](wave(guidance)) + embed["text_embedder"](pooled)
         if len(times) > 1:
             e = e + self.r_embedder(wave(times[1]))
-        count = lambda n: torch.arange(n, device=x.device)                                      # noqa: E731
-        places = grid(count(1), count(rows), count(columns))
+        places = grid(1, rows, columns, device=x.device)
         angle = angles([F.pad(p, (length, 0)) for p in places], self.axes)      # text stands at (0, 0, 0)
         image = lambda h: rearrange(h, "b (h w) d -> b d h w", h=rows)                          # noqa: E731
 
@@ -107,6 +101,9 @@ class Flux(Net):
                 return None, e_t
         scale, shift = self.norm_out(e)                 # in this order, unlike in the blocks
         return unpack(self.proj_out(modulate(h[:, length:], shift, scale)), rows), e_t
+
+
+make = maker(Flux, sizes)
 
 
 def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):

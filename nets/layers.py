@@ -1,5 +1,6 @@
 """What the nets of the public models share: the checked call, embeddings, attention, positions, samplers."""
 import math
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import torch
@@ -13,10 +14,10 @@ from common import BadInput, add_noise, convert, expand, predict, t_like, wide
 
 
 class Net(nn.Module):
-    """The call of design.md §4 around a family's own `run`, with everything about it checked.
+    """The call of every net around a family's own `run`, with everything about it checked.
 
-    A family sets schedule, pred, blocks and taps_at, the shapes (C, [T,] H, W) of its taps. The first of its
-    parameters, from which the weights' type is read, is in none of its blocks. It has
+    A family sets schedule, pred, blocks and taps_at, the shapes (C, [T,] H, W) of its taps. Its first
+    parameter, from which the weights' type is read, is in none of its blocks. It has
 
         run(x (B, C, [T,] H, W), times, cond, tap, **kw)
             -> prediction like x, None if stopped; what its log-variance head takes (B, [T,] D); the cache
@@ -24,8 +25,8 @@ class Net(nn.Module):
     x and cond's tensors, but for those in `exact`, come in the weights' type, times = (t,) or (t, r) float64
     (B,), for video also (B, T), as given. kw are those of skip, start, cache and write that the net `takes`;
     the cache is returned where `write` asks for it. After the k-th tapped block it calls tap(k, feature
-    (B, C, [T,] H, W)) and stops where that returns True. `optional` parts may be lacking, in sources too.
-    """
+    (B, C, [T,] H, W)) and stops where that returns True. `optional` parts may be lacking, in sources too:
+    every net has, besides what its paper says, a second time r and a log-variance head on t's embedding."""
     optional = ("r_embedder.", "logvar_linear.")
     logvar_at = "logvar_linear"
     transformer = True                   # its features are all of one size, those of a U-Net shrink
@@ -55,12 +56,15 @@ class Net(nn.Module):
     def adapt(self, key, tensor):
         """A source's tensor for this net; None for an optional part that it was built without."""
         part = next((part for part in self.optional if key.startswith(part)), None)
-        off = part and not any(own.startswith(part) for own in self.state_dict())
-        return None if off else tensor
+        return None if part and not any(own.startswith(part) for own in self.state_dict()) else tensor
 
     def coefficients(self, t):
         """(c_in, c_skip, c_out), each like t, of a net that predicts c_skip x_t + c_out run(c_in x_t)."""
         return None
+
+    def settle(self, out, x_t, t, cond, start):
+        """The prediction `out`, in which a family may put what is given; x_t and cond are the call's own."""
+        return out
 
     def forward(self, x_t, t, cond={}, r=None, taps=(), stop=False, logvar=False, skip=(), start=0,
                 cache=None, write=False):
@@ -91,18 +95,17 @@ class Net(nn.Module):
             return stop and len(features) == len(shapes)
 
         cast = lambda v: v.to(self.dtype) if v.is_floating_point() else v                       # noqa: E731
+        own = {k: v if k in self.exact else cast(v) for k, v in cond.items()}
         times = (t,) if r is None else (t, r)
-        cond = {k: v if k in self.exact else cast(v) for k, v in cond.items()}
         x, scales = wide(x_t), self.coefficients(t)
         if scales:                       # taken in t's precision, applied in at least float32
             c_in, c_skip, c_out = (expand(c, x) for c in scales)
-        out, e, *written = self.run(cast(c_in * x if scales else x), times, cond, tap,
+        out, e, *written = self.run(cast(c_in * x if scales else x), times, own, tap,
                                     **{k: extra[k] for k in self.takes})
-        result = {}
+        result = dict(taps=features) if taps else {}
         if out is not None:
-            result["out"] = c_skip * x + c_out * out.to(x.dtype) if scales else out.to(x.dtype)
-        if taps:
-            result["taps"] = features
+            out = c_skip * x + c_out * out.to(x.dtype) if scales else out.to(x.dtype)
+            result["out"] = self.settle(out, x_t, t, cond, start)
         if logvar:                                                                      # over the frames
             result["logvar"] = self.get_submodule(self.logvar_at)(e).flatten(1).mean(1).to(x.dtype)
         if write:
@@ -135,29 +138,40 @@ class Net(nn.Module):
         return torch.where(label < 0, self.label_dim, label) if self.label_dim else torch.zeros_like(label)
 
 
+def maker(net, sizes):
+    """make(size, **options) of a family: its net of a named size, where options that are not None override
+    the entry. Data with classes offer label_dim, which a size without that entry has no use for."""
+    def make(size, /, **options):
+        own = sizes[size]
+        return net(**own | {k: v for k, v in options.items()
+                            if v is not None and (k != "label_dim" or k in own)})
+    return make
+
+
+# ---- layers, embeddings, attention
+
 class Linear(nn.Linear):
     """Starts by Xavier, biases at 0, as transformers of this kind do."""
+    start = staticmethod(nn.init.xavier_uniform_)
+
     def reset_parameters(self):
-        nn.init.xavier_uniform_(self.weight)
+        self.start(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
-class Zero(nn.Linear):
+class Zero(Linear):
     """Starts at 0: what it adds changes nothing until it is trained."""
-    def reset_parameters(self):
-        nn.init.zeros_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+    start = staticmethod(nn.init.zeros_)
 
 
 def sin_emb(t, n, dtype, scale=1.0):
-    """[cos, sin](scale t f), f falling from 1 towards 1e-4: (B,) -> (B, n), `dtype` from at least float32."""
+    """[cos, sin](scale t f), f falling from 1 to 1e-4: (...) -> (..., n), `dtype` from at least float32."""
     t = t.to(torch.promote_types(torch.float32, dtype))
     # in the references' order of operations: another one moves an angle of 1000 by 1e-4 in float32
     f = torch.exp(-math.log(1e4) * torch.arange(n // 2, dtype=t.dtype, device=t.device) / (n // 2))
-    angle = scale * (t[:, None] * f)
-    return torch.cat([angle.cos(), angle.sin()], dim=1).to(dtype)
+    angle = scale * (t[..., None] * f)
+    return torch.cat([angle.cos(), angle.sin()], dim=-1).to(dtype)
 
 
 def per_frame(t, x):
@@ -165,6 +179,11 @@ def per_frame(t, x):
     if t.ndim == 2 and t.shape[1] != x.shape[2]:
         raise BadInput(f"t of shape {(*t.shape,)} for {x.shape[2]} frames; one time a clip or a frame is due")
     return (t if t.ndim == 2 else t[:, None]).expand(-1, x.shape[2])
+
+
+def flow_to(clean, x_t, t):
+    """The flow from x_t that ends at `clean`: x_t - t flow = clean; at t = 0 any flow gives x_t."""
+    return (wide(x_t) - clean) * expand((t > 0) / t.clamp(min=1e-6), x_t)
 
 
 def rope(x, angle):
@@ -178,11 +197,19 @@ def rope(x, angle):
 
 def angles(positions, axes, theta=1e4):
     """RoPE angles, float64 (S, sum(axes) / 2), of positions (S,) along each axis, axes[i] channels for it."""
-    parts = []
-    for p, n in zip(positions, axes):
-        j = torch.arange(0, n, 2, dtype=torch.float64, device=p.device)
-        parts.append(p.double()[:, None] * theta ** (-j / n))
-    return torch.cat(parts, dim=1)
+    return torch.cat([p.double()[:, None] * theta ** (-torch.arange(0, n, 2, device=p.device).double() / n)
+                      for p, n in zip(positions, axes)], dim=1)
+
+
+def thirds(d):
+    """A head's d channels for (frame, row, column), each even; what does not divide goes to the frames."""
+    return d - 4 * (d // 6), 2 * (d // 6), 2 * (d // 6)
+
+
+def sin_table(positions, axes):
+    """A fixed table of positions, float64 (S, sum(axes)): [sin, cos] of their angles along each axis."""
+    parts = [angles([p], [n]) for p, n in zip(positions, axes)]
+    return torch.cat([half for a in parts for half in (a.sin(), a.cos())], dim=1)
 
 
 def label_rows(table, label):
@@ -203,76 +230,63 @@ def attention(q, k, v, mask=None):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def modulate(x, shift, scale, eps=1e-6):
-    """LayerNorm without parameters, then scale and shift (B, [T,] D) for each token of x (B, [T,] S, D)."""
-    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale.unsqueeze(-2)) + shift.unsqueeze(-2)
+def split(heads, *streams):
+    """(B, S, heads x d) -> (B, heads, S, d) of each."""
+    return [rearrange(x, "b s (n d) -> b n s d", n=heads) for x in streams]
+
+
+def attend(q, k, v, angle=None, mask=None):
+    """`attention` of queries and keys turned by angle: (B, heads, S, d) -> (B, S, heads x d)."""
+    return rearrange(attention(rope(q, angle), rope(k, angle), v, mask), "b n s d -> b s (n d)")
+
+
+def modulate(x, shift, scale, norm=None):
+    """`norm`, or LayerNorm without parameters, then scale and shift (B, [T,] D) for each token of x
+    (B, [T,] S, D)."""
+    x = norm(x) if norm else F.layer_norm(x, x.shape[-1:], eps=1e-6)
+    return x * (1 + scale.unsqueeze(-2)) + shift.unsqueeze(-2)
 
 
 # ---- parts under the names of diffusers, which the transformers of images and videos share
 
-class MLP2(nn.Module):
+def mlp2(width, dim, last=Linear, act=nn.SiLU):
     """Embeds a sin_emb of a time, a pooled text, each token of a text. (..., width) -> (..., dim)."""
-    def __init__(self, width, dim, last=Linear, act=F.silu):
-        super().__init__()
-        self.linear_1, self.linear_2, self.act = Linear(width, dim), last(dim, dim), act
-
-    def forward(self, x):
-        return self.linear_2(self.act(self.linear_1(x)))
+    return nn.Sequential(OrderedDict(linear_1=Linear(width, dim), act=act(), linear_2=last(dim, dim)))
 
 
-def gelu_tanh(x):
-    return F.gelu(x, approximate="tanh")
-
-
-class Widen(nn.Module):
-    def __init__(self, dim, hidden, act, bias=True):
-        super().__init__()
-        self.proj, self.act = Linear(dim, hidden, bias), act
-
-    def forward(self, x):
-        return self.act(self.proj(x))
-
-
-class FeedForward(nn.Module):
-    """dim -> hidden (4 dim) -> out (dim)."""
-    def __init__(self, dim, dropout=0.0, hidden=0, out=0, act=gelu_tanh, bias=True):
-        super().__init__()
-        hidden = hidden or 4 * dim
-        self.net = nn.Sequential(Widen(dim, hidden, act, bias), nn.Dropout(dropout),
-                                 Linear(hidden, out or dim, bias))
-
-    def forward(self, x):
-        return self.net(x)
+def feed_forward(dim, dropout=0.0, hidden=0, out=0, gelu="tanh", bias=True):
+    """dim -> hidden (4 dim) -> out (dim); gelu: torch's approximation, "none" the exact one."""
+    hidden = hidden or 4 * dim
+    widen = nn.Sequential(OrderedDict(proj=Linear(dim, hidden, bias), act=nn.GELU(gelu)))
+    net = nn.Sequential(widen, nn.Dropout(dropout), Linear(hidden, out or dim, bias))
+    return nn.Sequential(OrderedDict(net=net))
 
 
 class Modulation(nn.Module):
-    """n chunks (B, D) of a linear map of silu(e), e (B, D): shifts, scales, gates."""
-    def __init__(self, dim, n):
+    """n chunks (B, dim) of a linear map of silu(e), e (B, width): shifts, scales, gates. norm: it holds the
+    LayerNorm that goes before them, too."""
+    def __init__(self, width, n, dim=0, norm=False):
         super().__init__()
-        self.n, self.linear = n, Zero(dim, n * dim)
+        self.n, self.linear = n, Zero(width, n * (dim or width))
+        self.norm = nn.LayerNorm(dim, eps=1e-5) if norm else None
 
     def forward(self, e):
         return self.linear(F.silu(e)).chunk(self.n, dim=1)
 
 
 class SelfAttention(nn.Module):
-    """Queries and keys with RMS norm per head, turned by angle (S, d / 2); without a map of its output."""
-    def __init__(self, dim, heads):
+    """Queries and keys with a norm per head, turned by angle (S, d / 2). out: its output is mapped."""
+    def __init__(self, dim, heads, norm=nn.RMSNorm, out=False):
         super().__init__()
         self.heads = heads
         self.to_q, self.to_k, self.to_v = (Linear(dim, dim) for _ in range(3))
-        self.norm_q, self.norm_k = (nn.RMSNorm(dim // heads, eps=1e-6) for _ in range(2))
-
-    def split(self, *streams):
-        """(B, S, heads x d) -> (B, heads, S, d) of each."""
-        return [rearrange(x, "b s (n d) -> b n s d", n=self.heads) for x in streams]
-
-    def attend(self, q, k, v, angle, mask=None):
-        return rearrange(attention(rope(q, angle), rope(k, angle), v, mask), "b n s d -> b s (n d)")
+        self.norm_q, self.norm_k = (norm(dim // heads, eps=1e-6) for _ in range(2))
+        self.to_out = nn.ModuleList([Linear(dim, dim)]) if out else None
 
     def forward(self, x, angle):
-        q, k, v = self.split(self.to_q(x), self.to_k(x), self.to_v(x))
-        return self.attend(self.norm_q(q), self.norm_k(k), v, angle)
+        q, k, v = split(self.heads, self.to_q(x), self.to_k(x), self.to_v(x))
+        y = attend(self.norm_q(q), self.norm_k(k), v, angle)
+        return self.to_out[0](y) if self.to_out else y
 
 
 class JointAttention(SelfAttention):
@@ -285,10 +299,10 @@ class JointAttention(SelfAttention):
         self.norm_added_q, self.norm_added_k = (nn.RMSNorm(dim // heads, eps=1e-6) for _ in range(2))
 
     def forward(self, x, text, angle, mask=None):
-        q, k, v = self.split(self.to_q(x), self.to_k(x), self.to_v(x))
-        tq, tk, tv = self.split(self.add_q_proj(text), self.add_k_proj(text), self.add_v_proj(text))
+        q, k, v = split(self.heads, self.to_q(x), self.to_k(x), self.to_v(x))
+        tq, tk, tv = split(self.heads, self.add_q_proj(text), self.add_k_proj(text), self.add_v_proj(text))
         pairs = (self.norm_added_q(tq), self.norm_q(q)), (self.norm_added_k(tk), self.norm_k(k)), (tv, v)
-        y = self.attend(*(torch.cat(pair, dim=2) for pair in pairs), angle, mask)
+        y = attend(*(torch.cat(pair, dim=2) for pair in pairs), angle, mask)
         text, x = y.split([text.shape[1], x.shape[1]], dim=1)
         return self.to_out[0](x), self.to_add_out(text)
 
@@ -303,8 +317,10 @@ def dual_stream(x, text, mods, attn, mlps, angle, mask=None):
     return x, text + b[5][:, None] * mlp_text(modulate(text, *b[3:5]))
 
 
-def grid(*axes):
-    """Positions along every axis, each (S,), of the tokens of a grid of these (n_i,); the last is fastest."""
+def grid(*axes, device=None):
+    """Positions along every axis, each (S,), of the tokens of a grid of these (n_i,), or 0 .. n_i - 1; the
+    last is fastest."""
+    axes = [torch.arange(n, device=device) if isinstance(n, int) else n for n in axes]
     return [p.flatten() for p in torch.meshgrid(*axes, indexing="ij")]
 
 
@@ -369,7 +385,7 @@ def unipc(net, noise, cond, shift, steps, uncond=None, guidance=1.0, times=()):
     with diffusers' UniPCMultistepScheduler on flow sigmas: each call corrects the step that led to it, then
     predicts the next. As there the net sees 1000 t cut to an integer; guidance acts as in flow_euler.
     times: in the place of shift and steps, and seen as they are."""
-    even = [1 - 0.999 * k / steps for k in range(steps)]
+    even = (1 - 0.999 * k / steps for k in range(steps))
     shifted = list(times) or [min(shift * s / (1 + (shift - 1) * s), 1 - 1e-6) for s in even]
     ts = torch.tensor(shifted, dtype=torch.float32, device="cpu").tolist()     # 1 - ts[0] is 1.013e-6 there
     lam = [math.log((1 - t) / t) for t in ts]
@@ -377,18 +393,15 @@ def unipc(net, noise, cond, shift, steps, uncond=None, guidance=1.0, times=()):
 
     def step(x, k, last, before=None, new=None):
         """x at time k from x at time k - 1, with x0 as predicted at k - 1, at k - 2, and at k to correct."""
-        h = lam[k] - lam[k - 1]
-        phi, ahead, behind = math.expm1(-h), 0.5, 0.0
+        h, x0, ahead = lam[k] - lam[k - 1], last, 0.5
+        phi = math.expm1(-h)
         if before is not None:
-            ratio = (lam[k - 2] - lam[k - 1]) / h
-            slope = (before - last) / ratio
-            behind = 0.5
+            ratio, behind = (lam[k - 2] - lam[k - 1]) / h, 0.5
             if new is not None:                         # both weights from the two conditions of order 2
-                b1 = (-phi / h - 1) / phi
-                b2 = ((1 + phi / h) / h - 0.5) * 2 / phi
+                b1, b2 = (-phi / h - 1) / phi, ((1 + phi / h) / h - 0.5) * 2 / phi
                 behind = (b1 - b2) / (1 - ratio)
                 ahead = b1 - behind
-        x0 = last if before is None else last + behind * slope
+            x0 = x0 + behind * ((before - last) / ratio)
         x0 = x0 if new is None else x0 + ahead * (new - last)
         return ts[k] / ts[k - 1] * x - (1 - ts[k]) * phi * x0
 

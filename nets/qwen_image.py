@@ -2,25 +2,19 @@
 
 State-dict keys are those of the diffusers folder (QwenImageTransformer2DModel), which loads as it is. The net
 predicts the flow eps - x0 at t in [0, 1]; text and image keep streams of their own in every block. Rows and
-columns count from the middle of the image, text from its edge on. Additions: a second time r, a log-variance
-head on the embedding of t, taps: the image tokens after each block.
+columns count from the middle of the image, text from its edge on. Taps: the image tokens after each block.
 """
 import torch
 from einops import rearrange
 from torch import nn
 
 from common import BadInput
-from nets.layers import (FeedForward, JointAttention, Linear, MLP2, Modulation, Net, Zero, angles,
-                         dual_stream, dynamic_mu, flow_euler, grid, modulate, pack, sigma_grid, sin_emb,
+from nets.layers import (JointAttention, Linear, Modulation, Net, Zero, angles, dual_stream, dynamic_mu,
+                         feed_forward, flow_euler, grid, maker, mlp2, modulate, pack, sigma_grid, sin_emb,
                          unpack)
 
 sizes = dict(base=dict(x_shape=(16, 128, 128), depth=60, dim=3072, heads=24, axes=(16, 56, 56),
                        text_dim=3584))
-
-
-def make(size, /, label_dim=0, **options):
-    """Net of a named size; options (those of `QwenImage`) override its entry. It has no class labels."""
-    return QwenImage(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 
 class Block(nn.Module):
@@ -29,7 +23,7 @@ class Block(nn.Module):
         super().__init__()
         self.img_mod, self.txt_mod = (nn.Sequential(nn.SiLU(), Zero(dim, 6 * dim)) for _ in range(2))
         self.attn = JointAttention(dim, heads)
-        self.img_mlp, self.txt_mlp = FeedForward(dim, dropout), FeedForward(dim, dropout)
+        self.img_mlp, self.txt_mlp = feed_forward(dim, dropout), feed_forward(dim, dropout)
 
     def forward(self, x, text, e, angle, mask):
         mods = self.img_mod(e).chunk(6, dim=1), self.txt_mod(e).chunk(6, dim=1)
@@ -49,30 +43,25 @@ class QwenImage(Net):
         self.blocks = [f"transformer_blocks.{i}" for i in range(depth)]
         self.taps_at = [(dim, rows // 2, columns // 2)] * depth
 
-        self.time_text_embed = nn.ModuleDict(dict(timestep_embedder=MLP2(256, dim)))
+        self.time_text_embed = nn.ModuleDict(dict(timestep_embedder=mlp2(256, dim)))
         self.txt_norm = nn.RMSNorm(text_dim, eps=1e-6)
         self.img_in, self.txt_in = Linear(4 * channels, dim), Linear(text_dim, dim)
-        self.r_embedder = MLP2(256, dim, Zero) if r else None
+        self.r_embedder = mlp2(256, dim, Zero) if r else None
         self.logvar_linear = Zero(dim, 1) if logvar else None
         self.transformer_blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(depth))
         self.norm_out, self.proj_out = Modulation(dim, 2), Zero(dim, 4 * channels)
-
-    def places(self, rows, columns, length, device):
-        """Positions (frame, row, column), each (L + S,): a text token has the same on all three."""
-        count = lambda n, start=0: torch.arange(start, start + n, device=device)                # noqa: E731
-        text = count(length, max(rows // 2, columns // 2))
-        image = grid(count(1), count(rows, rows // 2 - rows), count(columns, columns // 2 - columns))
-        return [torch.cat([text, p]) for p in image]
 
     def run(self, x, times, cond, tap):
         """cond: text (B, L, text_dim); text_mask (B, L), 1 = seen, none = all seen. Any even H, W."""
         (text,) = self.need(cond, text=self.text_dim)
         (batch, length), rows, columns = text.shape[:2], x.shape[2] // 2, x.shape[3] // 2
-        wave = lambda v: sin_emb(v, 256, self.dtype, 1000)     # scaled last, as the reference  # noqa: E731
-        e = e_t = self.time_text_embed["timestep_embedder"](wave(times[0]))                     # (B, D)
-        if len(times) > 1:
-            e = e + self.r_embedder(wave(times[1]))
-        angle, mask = angles(self.places(rows, columns, length, x.device), self.axes), None
+        wave, *wave_r = (sin_emb(t, 256, self.dtype, 1000) for t in times)    # scaled last, as there
+        e = e_t = self.time_text_embed["timestep_embedder"](wave)                               # (B, D)
+        e = e + self.r_embedder(*wave_r) if wave_r else e
+        count = lambda n, start=0: torch.arange(start, start + n, device=x.device)              # noqa: E731
+        image = grid(count(1), count(rows, rows // 2 - rows), count(columns, columns // 2 - columns))
+        words = count(length, max(rows // 2, columns // 2))             # the same place on all three axes
+        angle, mask = angles([torch.cat([words, p]) for p in image], self.axes), None
         if "text_mask" in cond:
             mask = torch.cat([cond["text_mask"] > 0.5, text.new_ones(batch, rows * columns) > 0], dim=1)
             mask = mask[:, None, None]                  # (B, 1, 1, L + S), over keys
@@ -84,6 +73,9 @@ class QwenImage(Net):
                 return None, e_t
         scale, shift = self.norm_out(e)                 # in this order, unlike in the blocks
         return unpack(self.proj_out(modulate(x, shift, scale)), rows), e_t
+
+
+make = maker(QwenImage, sizes)
 
 
 def keep_norm(guided, cond):

@@ -3,8 +3,8 @@
 State-dict keys are those of the public files (unet/diffusion_pytorch_model.safetensors of
 stable-diffusion-v1-5/stable-diffusion-v1-5 and stabilityai/stable-diffusion-xl-base-1.0), which load as they
 are. Text to image on latents, eps at 1000 t. Levels of resnets, each with a transformer after it that reads
-the text, halve the map; the way up takes back what each step of the way down left. Additions: a second time
-r, a log-variance head, taps: outputs of the down blocks, then of the middle.
+the text, halve the map; the way up takes back what each step of the way down left. Taps: outputs of the down
+blocks, then of the middle.
 """
 import functools
 
@@ -14,18 +14,13 @@ from einops import rearrange
 from torch import nn
 
 from common import BadInput, alpha_sigma, convert, number, predict, t_like, wide
-from nets.layers import MLP2, Net, Zero, attention, sin_emb
+from nets.layers import Net, Zero, attend, maker, mlp2, sin_emb, split
 
 sizes = dict(                            # depths: transformer layers of each level, 0 = no attention there
     sd15=dict(x_shape=(4, 64, 64), schedule="sd", mult=(1, 2, 4, 4), depths=(1, 1, 1, 0), heads=(8, 8, 8, 8),
               text_dim=768),
     sdxl=dict(x_shape=(4, 128, 128), schedule="sdxl", mult=(1, 2, 4), depths=(0, 2, 10), heads=(5, 10, 20),
               text_dim=2048, pooled_dim=1280, linear=True))
-
-
-def make(size, /, label_dim=0, **options):
-    """Net of a named size; options (those of `UNet`) override its entry. It has no class labels."""
-    return UNet(**sizes[size] | {k: v for k, v in options.items() if v is not None})
 
 
 class Resnet(nn.Module):
@@ -53,19 +48,8 @@ class Attention(nn.Module):
 
     def forward(self, x, context, bias=None):
         """x (B, S, D), context (B, L, C), bias (B, 1, 1, L) on the scores -> (B, S, D)."""
-        q, k, v = (rearrange(a, "b s (n d) -> b n s d", n=self.heads)
-                   for a in (self.to_q(x), self.to_k(context), self.to_v(context)))
-        return self.to_out[0](rearrange(attention(q, k, v, bias), "b n s d -> b s (n d)"))
-
-
-class GEGLU(nn.Module):
-    def __init__(self, dim, hidden):
-        super().__init__()
-        self.proj = nn.Linear(dim, 2 * hidden)
-
-    def forward(self, x):
-        a, gate = self.proj(x).chunk(2, dim=-1)
-        return a * F.gelu(gate)                         # the exact one, not tanh's
+        streams = split(self.heads, self.to_q(x), self.to_k(context), self.to_v(context))
+        return self.to_out[0](attend(*streams, mask=bias))
 
 
 class Layer(nn.Module):
@@ -74,24 +58,26 @@ class Layer(nn.Module):
         super().__init__()
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
         self.attn1, self.attn2 = Attention(dim, heads, dim), Attention(dim, heads, text_dim)
-        inner = nn.Sequential(GEGLU(dim, 4 * dim), nn.Identity(), nn.Linear(4 * dim, dim))
-        self.ff = nn.ModuleDict(dict(net=inner))
+        widen = nn.ModuleDict(dict(proj=nn.Linear(dim, 8 * dim)))
+        self.ff = nn.ModuleDict(dict(net=nn.ModuleList([widen, nn.Identity(), nn.Linear(4 * dim, dim)])))
 
     def forward(self, x, text, bias):
         h = self.norm1(x)
         x = x + self.attn1(h, h)
         x = x + self.attn2(self.norm2(x), text, bias)
-        return x + self.ff["net"](self.norm3(x))
+        widen, _, last = self.ff["net"]
+        y, gate = widen["proj"](self.norm3(x)).chunk(2, dim=-1)
+        return x + last(y * F.gelu(gate))               # the exact one, not tanh's
 
 
 class Transformer(nn.Module):
     """Layers over the pixels of a map; projections into and out of them: SDXL's linear, SD 1.5's 1x1 conv."""
     def __init__(self, dim, heads, text_dim, depth, groups, linear):
         super().__init__()
-        project = (lambda: nn.Linear(dim, dim)) if linear else (lambda: nn.Conv2d(dim, dim, 1))
-        self.linear, self.norm, self.proj_in = linear, nn.GroupNorm(groups, dim, eps=1e-6), project()
+        project = nn.Linear if linear else functools.partial(nn.Conv2d, kernel_size=1)
+        self.linear, self.norm, self.proj_in = linear, nn.GroupNorm(groups, dim, eps=1e-6), project(dim, dim)
         self.transformer_blocks = nn.ModuleList(Layer(dim, heads, text_dim) for _ in range(depth))
-        self.proj_out = project()
+        self.proj_out = project(dim, dim)
 
     def forward(self, x, text, bias):
         """x (B, D, H, W) -> the same shape."""
@@ -104,40 +90,35 @@ class Transformer(nn.Module):
         return x + (image(self.proj_out(h)) if self.linear else self.proj_out(image(h)))
 
 
-class Sampler(nn.Module):
-    """Halves a map (odd sizes up), or, after taking it to `size`, keeps it."""
-    def __init__(self, dim, stride):
-        super().__init__()
-        self.conv = nn.Conv2d(dim, dim, 3, stride=stride, padding=1)
-
-    def forward(self, x, size=None):
-        return self.conv(x if size is None else F.interpolate(x, size=size, mode="nearest"))
-
-
 class Block(nn.Module):
     """A level on the way down or up, or the middle: resnets (channels in, out), with a transformer after each
-    (after `attentions` of them) where depth is not 0; then `sampler`, one by its name in the files."""
+    (after `attentions` of them) where depth is not 0. sampler, by its name in the files: "downsamplers" halve
+    the map (odd sizes up), "upsamplers" keep it after it was taken to another size."""
     def __init__(self, resnets, depth, heads, text_dim, emb, groups, linear, dropout, attentions=None,
-                 **sampler):
+                 sampler=""):
         super().__init__()
         self.resnets = nn.ModuleList(Resnet(*pair, emb, groups, dropout) for pair in resnets)
         if depth:
             self.attentions = nn.ModuleList(Transformer(dim, heads, text_dim, depth, groups, linear)
                                             for _, dim in resnets[:attentions])
-        for name, module in sampler.items():
-            self.add_module(name, nn.ModuleList([module]))
+        if sampler:
+            dim, stride = resnets[-1][1], 2 if sampler == "downsamplers" else 1
+            conv = nn.Conv2d(dim, dim, 3, stride=stride, padding=1)
+            self.add_module(sampler, nn.ModuleList([nn.ModuleDict(dict(conv=conv))]))
+        self.sampler = sampler
 
     def forward(self, h, emb, text, bias, skips=(), size=None):
         """-> the maps after each layer and after the sampler; the last goes on. skips: maps that the layers
-        take in besides h, the first one's last; size (H, W): what the sampler is to enlarge to."""
+        take in besides h, the first one's last; size (H, W): what is enlarged to before the sampler."""
         attentions, maps = getattr(self, "attentions", ()), []
         for j, resnet in enumerate(self.resnets):
             h = resnet(torch.cat([h, skips[-1 - j]], dim=1) if skips else h, emb)
             if j < len(attentions):
                 h = attentions[j](h, text, bias)
             maps.append(h)
-        for sampler in (*getattr(self, "downsamplers", ()), *getattr(self, "upsamplers", ())):
-            maps.append(sampler(h, size))
+        if self.sampler:
+            h = h if size is None else F.interpolate(h, size=size, mode="nearest")
+            maps.append(getattr(self, self.sampler)[0]["conv"](h))
         return tuple(maps)
 
 
@@ -155,16 +136,16 @@ class UNet(Net):
                            f"width x mult = {dims} a multiple of its heads")
         self.schedule, self.pred, self.width = schedule, pred, width
         self.text_dim, self.pooled_dim, self.id_dim = text_dim, pooled_dim, id_dim
-        names = [f"{way}_blocks.{i}" for way in ("down", "up") for i in range(len(dims))]
-        self.blocks = [*names[:len(dims)], "mid_block", *names[len(dims):]]
+        down, up = ([f"{way}_blocks.{i}" for i in range(len(dims))] for way in ("down", "up"))
+        self.blocks = [*down, "mid_block", *up]
         self.taps_at = [(dims[min(i, top)], *(-(-size // 2 ** min(i + 1, top)) for size in x_shape[1:]))
                         for i in range(len(dims) + 1)]  # every level but the last halves, odd sizes up
 
         self.conv_in = nn.Conv2d(x_shape[0], width, 3, padding=1)
-        self.time_embedding = MLP2(width, emb)
+        self.time_embedding = mlp2(width, emb)
         if pooled_dim:
-            self.add_embedding = MLP2(pooled_dim + 6 * id_dim, emb)
-        self.r_embedder = MLP2(width, emb, Zero) if r else None
+            self.add_embedding = mlp2(pooled_dim + 6 * id_dim, emb)
+        self.r_embedder = mlp2(width, emb, Zero) if r else None
         self.logvar_linear = Zero(emb, 1) if logvar else None
         block = functools.partial(Block, text_dim=text_dim, emb=emb, groups=groups, linear=linear,
                                   dropout=dropout)
@@ -172,15 +153,13 @@ class UNet(Net):
         left = [width]                                  # channels of what the way down leaves for the way up
         for i, dim in enumerate(dims):
             pairs = [(left[-1], dim)] + [(dim, dim)] * (layers - 1)
-            sampler = dict(downsamplers=Sampler(dim, 2)) if i < top else {}
-            self.down_blocks.append(block(pairs, depths[i], heads[i], **sampler))
-            left += [dim] * (layers + len(sampler))
+            self.down_blocks.append(block(pairs, depths[i], heads[i], sampler="downsamplers" * (i < top)))
+            left += [dim] * (layers + (i < top))
         self.mid_block = block([(dims[-1], dims[-1])] * 2, max(1, depths[-1]), heads[-1], attentions=1)
         for i, dim in reversed([*enumerate(dims)]):
             below = dims[min(i + 1, top)]
             pairs = [(size + left.pop(), dim) for size in [below] + [dim] * layers]
-            sampler = dict(upsamplers=Sampler(dim, 1)) if i else {}
-            self.up_blocks.append(block(pairs, depths[i], heads[i], **sampler))
+            self.up_blocks.append(block(pairs, depths[i], heads[i], sampler="upsamplers" * (i > 0)))
         self.conv_norm_out = nn.GroupNorm(groups, width)
         self.conv_out = nn.Conv2d(width, x_shape[0], 3, padding=1)
 
@@ -191,19 +170,17 @@ class UNet(Net):
         pipeline has them, both sizes those of x, at the VAE's 8 pixels a row, uncropped."""
         pooled = dict(pooled=self.pooled_dim) if self.pooled_dim else {}
         text, *pooled = self.need(cond, text=self.text_dim, **pooled)
-        bias, embed = None, lambda t, n: sin_emb(t, n, self.dtype)           # noqa: E731
+        bias = None
         if "text_mask" in cond:
             bias = -1e4 * (1 - cond["text_mask"].to(text.dtype))[:, None, None]                 # (B, 1, 1, L)
-        e = self.time_embedding(embed(1000 * times[0], self.width))                              # (B, E)
-        emb = e
+        wave, *wave_r = (sin_emb(1000 * t, self.width, self.dtype) for t in times)
+        e = emb = self.time_embedding(wave)                                                      # (B, E)
         if self.pooled_dim:
             height, width = (8.0 * n for n in x.shape[2:])
             size = torch.tensor([[height, width, 0, 0, height, width]], device=x.device).expand(len(x), 6)
-            ids = cond.get("time_ids", size)
-            ids = rearrange(embed(ids.reshape(-1), self.id_dim), "(b n) d -> b (n d)", n=6)
+            ids = sin_emb(cond.get("time_ids", size), self.id_dim, self.dtype).flatten(1)
             emb = emb + self.add_embedding(torch.cat([*pooled, ids], dim=1))
-        if len(times) > 1:
-            emb = emb + self.r_embedder(embed(1000 * times[1], self.width))
+        emb = emb + self.r_embedder(*wave_r) if wave_r else emb
 
         h = self.conv_in(x)
         left = [h]
@@ -221,6 +198,8 @@ class UNet(Net):
             h = block(h, emb, text, bias, skips, tuple(left[-1].shape[2:]) if left else None)[-1]
         return self.conv_out(F.silu(self.conv_norm_out(h))), e
 
+
+make = maker(UNet, sizes)
 
 # Adams-Bashforth: what the last predictions, the newest last, count for in a step, in order of their number
 multistep = {1: (1,), 2: (-1 / 2, 3 / 2), 3: (5 / 12, -16 / 12, 23 / 12),

@@ -3,14 +3,9 @@
 One transformer for images (B, C, H, W) and video (B, C, F, H, W); an image is a video of one frame. 2x2
 patches, a time per frame, adaLN, attention over all tokens with RoPE over (frame, row, column), a depthwise
 convolution in the MLP. With `chunk` > 0 attention is block-causal over chunks of frames: a token sees every
-token of its own and of earlier chunks, and the net takes a KV cache:
-
-    cache = dict(pos (P,) int64: absolute frame positions of the cached frames,
-                 kv: one (B, P, h, w, 2 D) per block, keys before RoPE (rotated at read) and values, detached)
-
-The caller owns it: `write=True` returns a longer one and changes none; without `write` it is only read. All
-frames given see all of it. To keep a window, index pos and each kv by frame; positions in the window instead
-of absolute ones: pos = arange(P), start = P.
+token of its own and of earlier chunks, and the net takes a KV cache as wan does, kv (B, P, h, w, 2 D), of
+which all frames given see all. To keep a window, index pos and each kv by frame; positions in the window
+instead of absolute ones: pos = arange(P), start = P.
 
 toy:tiny    1x8x8 images, edm schedule, x0 by EDM's preconditioning; options schedule=rf,pred=flow and so on
 toy:video   1x6x8x8 video, chunks of 2 frames, rf schedule, flow; chunk=0 makes it bidirectional
@@ -23,14 +18,9 @@ from einops import rearrange
 from torch import nn
 
 from common import BadInput, chunk_of, chunks, wide
-from nets.layers import Net, Zero, grid, label_rows, mean_token, per_frame, rope
+from nets.layers import Net, Zero, grid, label_rows, maker, mean_token, per_frame, rope
 
-sizes = dict(tiny=dict(), video=dict(frames=6, chunk=2, schedule="rf", pred="flow"))
-
-
-def make(size, /, **options):
-    """Net of a named size; options (those of `Toy`) override its entry."""
-    return Toy(**sizes[size] | options)
+sizes = dict(tiny=dict(label_dim=0), video=dict(label_dim=0, frames=6, chunk=2, schedule="rf", pred="flow"))
 
 
 class Block(nn.Module):
@@ -38,8 +28,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.table = nn.Parameter(torch.empty(6, dim))     # added to the modulation that all blocks share
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.up = nn.Linear(dim, 2 * dim)
         self.conv = nn.Conv2d(2 * dim, 2 * dim, 3, padding=1, groups=2 * dim)
         self.down = nn.Linear(2 * dim, dim)
@@ -114,8 +103,11 @@ class Toy(Net):
         h = rearrange(h, "(b f) d h w -> b f h w d", f=frames)
         pos = torch.arange(start, start + frames, device=x.device)
         pos = torch.cat([cache["pos"], pos]) if cache else pos                          # (P + F,)
-        angle = self.angle(pos, *h.shape[2:4])
-        mask = self.mask(past, frames, h.shape[2] * h.shape[3], x.device)
+        angle, mask, tokens = self.angle(pos, *h.shape[2:4]), None, h.shape[2] * h.shape[3]
+        if len(chunks(frames, self.chunk)) > 1:         # True = seen: cached, own or earlier chunk
+            query = chunk_of(frames, self.chunk, x.device)                              # (F,)
+            mask = F.pad(query, (past, 0), value=-1) <= query[:, None]                  # (F, P + F)
+            mask = mask.repeat_interleave(tokens, 0).repeat_interleave(tokens, 1)
         kvs = []
         for i, layer in enumerate(self.layers):
             old = cache["kv"][i].to(self.dtype) if cache else None
@@ -132,13 +124,12 @@ class Toy(Net):
 
     def coefficients(self, t):
         """Karras 2022, table 1; where the prediction is not x0 c_in alone; of another schedule none."""
-        s = self.sigma_data
         if self.schedule != "edm":
             return None
+        s = self.sigma_data
         c_in = (s ** 2 + t ** 2).rsqrt()
-        if self.pred != "x0":
-            return c_in, torch.zeros_like(t), torch.ones_like(t)
-        return c_in, (s * c_in) ** 2, t * s * c_in
+        x0 = (s * c_in) ** 2, t * s * c_in
+        return c_in, *(x0 if self.pred == "x0" else (torch.zeros_like(t), torch.ones_like(t)))
 
     def wave(self, t):
         """Sine and cosine features of ln(sigma) / 4 (edm) or t, at least float32: (B, F) -> (B, F, 16)."""
@@ -160,14 +151,8 @@ class Toy(Net):
         """RoPE angles of all tokens (frames h w, d / 2): a third each by frame, row and column."""
         pairs = self.dim // self.heads // 6                                             # per axis
         freq = 100 ** -(torch.arange(pairs, device=pos.device) / pairs)
-        places = grid(pos, torch.arange(height, device=pos.device), torch.arange(width, device=pos.device))
-        angle = torch.cat([p[:, None] * freq for p in places], dim=-1)
+        angle = torch.cat([p[:, None] * freq for p in grid(pos, height, width, device=pos.device)], dim=-1)
         return angle.to(torch.promote_types(self.dtype, torch.float32))
 
-    def mask(self, past, frames, tokens, device):
-        """True = seen (cached, own or earlier chunk): (F tokens, (P + F) tokens), or None if all is seen."""
-        if len(chunks(frames, self.chunk)) == 1:
-            return None
-        query = chunk_of(frames, self.chunk, device)                             # (F,)
-        key = torch.cat([query.new_full((past,), -1), query])                    # (P + F,)
-        return (key <= query[:, None]).repeat_interleave(tokens, 0).repeat_interleave(tokens, 1)
+
+make = maker(Toy, sizes)

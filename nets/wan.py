@@ -8,8 +8,8 @@
 
 The diffusers folders load as they are, the original files through `layouts`, Self-Forcing's as the source
 FILE#generator. The net predicts the flow eps - x0 at t in [0, 1], one time per clip or latent frame. With
-chunk > 0 a frame sees its own chunk and the chunks before (`common.chunks`): each chunk attends to a slice
-of the keys, so there is no mask that a length or backend could get wrong. It then takes a cache, as toy does:
+chunk > 0 a frame sees its own chunk and the chunks before (`common.chunks`), each a slice of the keys, so no
+mask can be wrong. It then takes a cache:
 
     cache = dict(pos (P,) int64: positions of the cached frames,
                  kv: one (B, P, h w, 2 D) per block: keys before RoPE, and values, detached)
@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from common import BadInput, chunks, expand, known, prediction, wide
-from nets.layers import (FeedForward, Linear, MLP2, Net, Zero, angles, attention, gelu_tanh, grid, modulate,
-                         per_frame, rope, sin_emb, unipc)
+from common import BadInput, chunks, known, wide
+from nets.layers import (Linear, Net, Zero, angles, attend, feed_forward, flow_to, grid, maker, mlp2,
+                         modulate, per_frame, rope, sin_emb, split, thirds, unipc)
 
 small = dict(x_shape=(16, 21, 60, 104), depth=30, dim=1536, heads=12, hidden=8960)
 large = dict(x_shape=(16, 21, 60, 104), depth=40, dim=5120, heads=40, hidden=13824)
@@ -42,14 +42,6 @@ sizes = dict(
                 label_dim=10))
 
 
-def make(size, /, **options):
-    """Net of a named size; options (those of `Wan`) override its entry. A size without label_dim has no use
-    for the labels of data."""
-    own = sizes[size]
-    given = {k: v for k, v in options.items() if v is not None and (k != "label_dim" or k in own)}
-    return Wan(**own | given)
-
-
 def join(parts, dim):
     """torch.cat, without a copy where there is one part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -57,7 +49,7 @@ def join(parts, dim):
 
 class Attention(nn.Module):
     """Queries and keys with RMS norm over all heads together."""
-    def __init__(self, dim, heads, eps, image):
+    def __init__(self, dim, heads, eps, image=False):
         super().__init__()
         self.heads = heads
         self.to_q, self.to_k, self.to_v = (Linear(dim, dim) for _ in range(3))
@@ -67,14 +59,6 @@ class Attention(nn.Module):
             self.add_k_proj, self.add_v_proj = (Linear(dim, dim) for _ in range(2))
             self.norm_added_k = nn.RMSNorm(dim, eps=eps)
 
-    def split(self, *streams):
-        """(B, [T,] S, heads x d) -> (B, heads, [T] S, d) of each."""
-        return [rearrange(x.flatten(1, -2), "b s (n d) -> b n s d", n=self.heads) for x in streams]
-
-    def merge(self, y, x):
-        """(B, heads, T S, d) -> mapped, in the shape of x (B, T, S, D)."""
-        return self.to_out[0](rearrange(y, "b n s d -> b s (n d)").view(x.shape))
-
 
 class SelfAttention(Attention):
     def forward(self, x, sight, past):
@@ -83,7 +67,7 @@ class SelfAttention(Attention):
         new = torch.cat([k, v], dim=-1).detach() if sight.write else None
         if past is not None:
             k, v = (torch.cat(pair, dim=1) for pair in zip(past.chunk(2, dim=-1), (k, v)))
-        (q, k, v), tokens, out = self.split(q, k, v), x.shape[2], []
+        (q, k, v), tokens, out = split(self.heads, *(y.flatten(1, 2) for y in (q, k, v))), x.shape[2], []
         if not sight.relative:
             q, k = rope(q, sight.angle[-q.shape[2]:]), rope(k, sight.angle)
         for (begin, end), spans in sight.views:
@@ -92,19 +76,20 @@ class SelfAttention(Attention):
             if sight.relative:
                 angle = sight.angle[:keys.shape[2]]
                 part, keys = rope(part, angle[-part.shape[2]:]), rope(keys, angle)
-            out.append(attention(part, keys, values))
-        return self.merge(join(out, dim=2), x), new
+            out.append(attend(part, keys, values))
+        return self.to_out[0](join(out, dim=1).view(x.shape)), new
 
 
 class CrossAttention(Attention):
     def forward(self, x, text, image):
         """x (B, T, S, D) sees text (B, L, D) and, apart from it, image (B, N, D) or None."""
-        q, k, v = self.split(self.norm_q(self.to_q(x)), self.norm_k(self.to_k(text)), self.to_v(text))
-        y = attention(q, k, v)
+        q = self.norm_q(self.to_q(x)).flatten(1, 2)
+        q, k, v = split(self.heads, q, self.norm_k(self.to_k(text)), self.to_v(text))
+        y = attend(q, k, v)
         if image is not None:
             k, v = self.norm_added_k(self.add_k_proj(image)), self.add_v_proj(image)
-            y = y + attention(q, *self.split(k, v))
-        return self.merge(y, x)
+            y = y + attend(q, *split(self.heads, k, v))
+        return self.to_out[0](y.view(x.shape))
 
 
 class Sight(NamedTuple):
@@ -126,8 +111,8 @@ class Block(nn.Module):
     def __init__(self, dim, heads, hidden, eps, image, dropout, norm_temb):
         super().__init__()
         self.scale_shift_table, self.norm_temb = nn.Parameter(torch.empty(1, 6, dim)), norm_temb
-        self.attn1, self.attn2 = SelfAttention(dim, heads, eps, False), CrossAttention(dim, heads, eps, image)
-        self.norm2, self.ffn = nn.LayerNorm(dim, eps=eps), FeedForward(dim, dropout, hidden)
+        self.attn1, self.attn2 = SelfAttention(dim, heads, eps), CrossAttention(dim, heads, eps, image)
+        self.norm2, self.ffn = nn.LayerNorm(dim, eps=eps), feed_forward(dim, dropout, hidden)
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -156,16 +141,6 @@ class VaceBlock(Block):
         return c, self.proj_out(c), kv
 
 
-class ImageEmbedder(nn.Module):
-    def __init__(self, width, dim):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(dim)
-        self.ff = FeedForward(width, 0.0, width, dim, F.gelu)
-
-    def forward(self, x):
-        return self.norm2(self.ff(self.norm1(x)))
-
-
 original = (
     ("^layers", "blocks"), ("^scale_shift_table", "head.modulation"), ("^proj_out", "head.head"),
     ("scale_shift_table", "modulation"), (r"^condition_embedder\.(time|text)_embedder", r"\1_embedding"),
@@ -181,7 +156,7 @@ original = (
 class Wan(Net):
     """hidden: width inside the MLPs; first: what is done with cond's first_frame, "" nothing, "replace" it
     takes x's place, "concat" it stands beside x; image_dim: width of CLIP's states; control: channels of the
-    control; hints: the blocks that its blocks add to, times control_scale; freq: of the time's embedding;
+    control; hints: the blocks that its blocks add to; freq: of the time's embedding;
     shift: of the teacher's times; r_kind: "diff" embeds t - r, "abs" r; norm_temb: shifts and scales of unit
     length (sCM); chunk, window and sink in latent frames. A token is patch x patch latents. Without text
     (text_dim 0) the text is one token, learned for each of label_dim labels and for none."""
@@ -190,7 +165,7 @@ class Wan(Net):
                    self_forcing=(*original, ("^", "model.")))
 
     def __init__(self, x_shape, depth, dim, heads, hidden, text_dim=4096, first="", image_dim=0, control=0,
-                 hints=(), control_scale=1.0, freq=256, shift=3.0, chunk=0, window=0, sink=0,
+                 hints=(), freq=256, shift=3.0, chunk=0, window=0, sink=0,
                  positions="absolute", r=False, r_kind="diff", norm_temb=False, logvar=False, eps=1e-6,
                  dropout=0.0, patch=2, label_dim=0):
         super().__init__(x_shape, r, logvar)
@@ -208,18 +183,19 @@ class Wan(Net):
         self.chunk, self.window, self.sink, self.positions = chunk, window, sink, positions
         self.takes = ("skip", "start", "cache", "write") if self.chunk else ("skip",)
         self.patch, self.label_dim = patch, label_dim
-        self.hints, self.control_scale, d = tuple(hints), control_scale, dim // heads
+        self.hints, self.axes = tuple(hints), thirds(dim // heads)
         channels, frames, rows, columns = x_shape
-        self.axes = d - 4 * (d // 6), 2 * (d // 6), 2 * (d // 6)
         self.blocks = [f"layers.{i}" for i in range(depth)] + [f"vace_blocks.{j}" for j in range(len(hints))]
         self.taps_at = [(dim // patch ** 2, frames, rows, columns)] * depth
 
-        self.patch_embedding = self.patches(channels + (channels + 4 if first == "concat" else 0))
+        self.patch_embedding = self.patches(2 * channels + 4 if first == "concat" else channels)
         self.condition_embedder = self.times(Linear)
-        self.condition_embedder["text_embedder"] = (MLP2(text_dim, dim, act=gelu_tanh) if text_dim else
-                                                    nn.Embedding(label_dim + 1, dim))
+        self.condition_embedder["text_embedder"] = (mlp2(text_dim, dim, act=lambda: nn.GELU("tanh"))
+                                                    if text_dim else nn.Embedding(label_dim + 1, dim))
         if image_dim:
-            self.condition_embedder["image_embedder"] = ImageEmbedder(image_dim, dim)
+            self.condition_embedder["image_embedder"] = nn.ModuleDict(dict(
+                norm1=nn.LayerNorm(image_dim), norm2=nn.LayerNorm(dim),
+                ff=feed_forward(image_dim, 0.0, image_dim, dim, "none")))
         self.r_embedder = self.times(Zero) if r else None
         self.logvar_linear = Zero(dim, 1) if logvar else None
         block = dim, heads, hidden, eps, image_dim > 0, dropout, norm_temb
@@ -236,50 +212,54 @@ class Wan(Net):
         return nn.Conv3d(channels, self.dim, size, stride=size)
 
     def times(self, last):
-        return nn.ModuleDict(dict(time_embedder=MLP2(self.freq, self.dim, last),
+        return nn.ModuleDict(dict(time_embedder=mlp2(self.freq, self.dim, last),
                                   time_proj=Linear(self.dim, 6 * self.dim)))
 
     def reset_parameters(self):
         nn.init.normal_(self.scale_shift_table, std=self.dim ** -0.5)
 
-    def forward(self, x_t, t, cond={}, r=None, start=0, **kw):
-        """As Net's. A first frame that takes x's place stands there at time 0, and comes out as x0."""
-        if self.first != "replace" or start or "first_frame" not in cond:
-            return super().forward(x_t, t, cond, r, start=start, **kw)
-        clean = wide(self.need_frames(cond, "first_frame", self.x_shape[0], 0, x_t[:, :, :1]))
-        t = per_frame(t, x_t)
-        later = torch.arange(x_t.shape[2], device=t.device) > 0
-        x = torch.cat([clean.to(x_t.dtype), x_t[:, :, 1:]], dim=2)
-        result = super().forward(x, t * later, cond, None if r is None else per_frame(r, x_t) * later, **kw)
-        if isinstance(result, dict) and "out" not in result:
-            return result
-        out, t = prediction(result), t[:, :1]           # x_t - t flow = clean; at t = 0 any flow gives x_t
-        flow = (x_t[:, :, :1] - clean) * expand((t > 0) / t.clamp(min=1e-6), clean)
-        out = torch.cat([flow.to(out.dtype), out[:, :, 1:]], dim=2)
-        return dict(result, out=out) if isinstance(result, dict) else out
+    def replaced(self, cond, start, x):
+        """The first frame (B, C, 1, H, W) where it is given and takes x's place at time 0, else None."""
+        if self.first == "replace" and not start and "first_frame" in cond:
+            return self.need_frames(cond, "first_frame", self.x_shape[0], 0, x[:, :, :1])
+
+    def settle(self, out, x_t, t, cond, start):
+        """A first frame that took x's place comes out as x0."""
+        if (clean := self.replaced(cond, start, x_t)) is None:
+            return out
+        flow = flow_to(wide(clean), x_t[:, :, :1], per_frame(t, x_t)[:, :1])
+        return torch.cat([flow.to(out.dtype), out[:, :, 1:]], dim=2)
 
     def run(self, x, times, cond, tap, skip, start=0, cache=None, write=False):
         """cond: text (B, L, text_dim), seen whole with its padding, or label (B,); image (B, N, image_dim);
         first_frame (B, C, 1, H, W), to stand beside (B, C, T, H, W) of it and black ones; control (B, C, T,
         H, W)."""
         p, embed, image = self.patch, self.condition_embedder, None
-        if x.shape[3] % p or x.shape[4] % p:
+        *_, height, width = x.shape
+        if height % p or width % p:
             raise BadInput(f"height and width must be {'even' if p == 2 else f'multiples of {p}'}, not "
-                           f"{(*x.shape[3:],)}: a token is {p} x {p} latents")
+                           f"{(height, width)}: a token is {p} x {p} latents")
         own = self.need(cond, text=self.text_dim) if self.text_dim else [self.labels(cond, x[:, 0, 0, 0, 0])]
         text = embed["text_embedder"](own[0] if self.text_dim else own[0][:, None])             # (B, L, D)
         if self.image_dim:
-            image = embed["image_embedder"](*self.need(cond, image=self.image_dim))
+            (image,), view = self.need(cond, image=self.image_dim), embed["image_embedder"]
+            image = view["norm2"](view["ff"](view["norm1"](image)))                             # (B, N, D)
         tokens = lambda y: rearrange(y, "b d t h w -> b t (h w) d")                             # noqa: E731
+
+        def pixels(y):
+            return rearrange(y, "b t (h w) (p q c) -> b c t (h p) (w q)", h=height // p, p=p, q=p)
         control = self.need_frames(cond, "control", self.control, start, x) if self.control else None
-        x = torch.cat([x, *self.beside(x, cond, start)], dim=1)
+        at, count = [per_frame(v, x) for v in times], torch.arange(x.shape[2], device=x.device)
+        if (first := self.replaced(cond, start, x)) is not None:
+            x, at = torch.cat([first, x[:, :, 1:]], dim=2), [v * (count > 0) for v in at]
+        if self.first == "concat":      # beside x: 4 channels that are 1 on the clip's first frame, then that
+            mask = (count + start == 0).to(x.dtype)[:, None, None].expand(len(x), 4, -1, *x.shape[3:])
+            x = torch.cat([x, mask, self.need_frames(cond, "first_frame", self.x_shape[0], start, x)], dim=1)
         sight, pos = self.look(x, start, cache, write)
-        rows, at = x.shape[3] // p, [per_frame(v, x) for v in times]
         x = tokens(self.patch_embedding(x))                                                     # (B, T, S, D)
         e, mod = self.embed_time(embed, at[0])
         if len(at) > 1:
-            gap = at[1] if self.r_kind == "abs" else at[0] - at[1]
-            e_r, mod_r = self.embed_time(self.r_embedder, gap)
+            e_r, mod_r = self.embed_time(self.r_embedder, at[1] if self.r_kind == "abs" else at[0] - at[1])
             e, mod = e + e_r, mod + mod_r
         past = [kv.to(self.dtype) for kv in cache["kv"]] if cache else [None] * len(self.blocks)
         shared, kvs, side, hints = (mod, text, image, sight), [], [], {}
@@ -293,12 +273,11 @@ class Wan(Net):
             if i not in skip:
                 x, kv = block(x, *shared, old)
                 kvs.append(kv)
-            x = x + self.control_scale * hints[i] if i in hints else x
-            if tap(i, rearrange(x, "b t (h w) (p q c) -> b c t (h p) (w q)", h=rows, p=p, q=p)):
+            x = x + hints[i] if i in hints else x
+            if tap(i, pixels(x)):
                 return None, e
         shift, scale = (self.scale_shift_table + e.unsqueeze(2)).unbind(2)
-        out = rearrange(self.proj_out(modulate(x, shift, scale)),
-                        "b t (h w) (p q c) -> b c t (h p) (w q)", h=rows, p=p, q=p)
+        out = pixels(self.proj_out(modulate(x, shift, scale)))
         if not write:
             return out, e
         kept = spans(len(pos) - self.window if self.window else 0, len(pos), self.sink)
@@ -308,8 +287,7 @@ class Wan(Net):
 
     def embed_time(self, embed, t):
         """t (B, T) -> its embedding (B, T, D), the blocks' modulation (B, T, 6, D)."""
-        wave = sin_emb(1000 * t.flatten(), self.freq, self.dtype)
-        e = embed["time_embedder"](wave).unflatten(0, t.shape)
+        e = embed["time_embedder"](sin_emb(1000 * t, self.freq, self.dtype))
         return e, embed["time_proj"](F.silu(e)).unflatten(-1, (6, self.dim))
 
     def look(self, x, start, cache, write):
@@ -327,18 +305,12 @@ class Wan(Net):
         angle = angles(grid(seen, *(count(n // self.patch) for n in x.shape[3:])), self.axes)
         return Sight(views, angle, relative, write), pos
 
-    def beside(self, x, cond, start):
-        """Channels that go in with x: 4 that are 1 on the clip's first frame, then cond's first_frame."""
-        if self.first != "concat":
-            return []
-        mask = (torch.arange(start, start + x.shape[2], device=x.device) == 0).to(x.dtype)
-        mask = mask[:, None, None].expand(len(x), 4, -1, *x.shape[3:])
-        return [mask, self.need_frames(cond, "first_frame", self.x_shape[0], start, x)]
+
+make = maker(Wan, sizes)
 
 
 def teacher_sample(net, noise, cond, steps, uncond=None, guidance=1.0):
     """As WanPipeline and its kin, with the shift that the net was built with (3; ti2v_5b 5)."""
     x = unipc(net, noise, cond, net.shift, steps, uncond, guidance)
-    if net.first == "replace" and "first_frame" in cond:
-        x = torch.cat([cond["first_frame"].to(x), x[:, :, 1:]], dim=2)
-    return x
+    first = net.replaced(cond, 0, x)
+    return x if first is None else torch.cat([first.to(x), x[:, :, 1:]], dim=2)

@@ -112,7 +112,7 @@ def close(a, b, tolerance=1e-5):
 
 def test_every_family_in_nets_has_a_case_and_the_options_of_a_spec_win():
     nets = Path(common.__file__).parent / "nets"
-    families = {path.stem for path in nets.glob("*.py") if "\ndef make(" in path.read_text()}
+    families = {path.stem for path in nets.glob("*.py") if "\nmake = " in path.read_text()}
     assert families == {case.spec.split(":")[0] for case in CASES.values()}
     net = make_net("toy:tiny,schedule=rf,pred=flow,dropout=0.25,size=16", pred="x0", r=True)
     assert (net.schedule, net.pred, net.layers[0].dropout) == ("rf", "flow", 0.25) and net.r_embed is not None
