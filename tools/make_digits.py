@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(print(__doc__) or 2)
     packed = zipfile.ZipFile(sys.argv[1]).read("sklearn/datasets/data/digits.csv.gz")
     lines = gzip.decompress(packed).decode().splitlines()
     table = np.loadtxt(lines, delimiter=",").astype(np.uint8)  # (1797, 65): 64 pixels, label
