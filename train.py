@@ -98,7 +98,8 @@ def resolve(method, argv):
             check(key, cfg, f"{where} (preset {name})")
             cfg[key] = like(cfg[key], value, f"{where}: preset {name} has {key} = {value!r}, which")
     cfg |= given
-    data = Path(os.path.abspath(cfg["data"])).name or "root"        # of "." and ".." too
+    data = Path(os.path.abspath(cfg["data"]))                       # of "." and ".." too
+    data = (data.parent if "{" in data.name else data).name or "root"       # {000..010}.tar: of its folder
     cfg["group"] = cfg["group"] or re.sub(r"(?<=.)\.(zip|npz)$", "", data)
     cfg["name"] = cfg["name"] or method.path.stem + (f"_{options['preset']}" if "preset" in options else "")
     return cfg, {k: base[k] for k in cfg if cfg[k] != base[k]}, options

@@ -15,7 +15,7 @@ import run
 import trainer
 from nets import dit, encoders
 from run import refused
-from test_data import labels, write
+from test_data import labels, png, write
 
 NET = "dit:sit_b2,x_shape=(4,8,8),dim=64,depth=2,heads=4"
 SCALE = 0.18215
@@ -69,6 +69,7 @@ raw = moments(2)[0]
 @pytest.mark.parametrize("files, changes, words", [
     ({"0.npy": npy(raw[0] - 1)}, {}, ["0.npy", "exp(logvar / 2)"]), ({"0.npy": npy(raw)}, {}, ["(C, H, W)"]),
     ({"0.npy": npy(raw[0])}, dict(xflip=True), ["latents", "--xflip"]),
+    ({"0.png": png()}, {}, ["--data_scale 0.18215", "holds none"]),
     ({"0.npy": npy(raw[0]), "1.npy": npy(raw[0, :4])}, {}, ["1.npy", "4 channels"])])
 def test_latents_that_cannot_be_used_are_one_sentence(tmp_path, files, changes, words):
     write(tmp_path, files)

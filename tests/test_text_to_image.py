@@ -247,6 +247,13 @@ def test_encode_sees_every_caption_clears_what_a_kill_left_and_refuses_before_an
     (folder / "05.txt").write_text("a cat")
     precompute(here, out)
     assert not [*out.glob(".*")]
+    np.save(folder / "00.txt_emb.npy", np.ones((3, 20)))    # embeddings without captions are kept
+    with tarfile.open(tmp_path / "told.tar", "w") as tar:
+        for name in "00.png", "00.txt_emb.npy":
+            tar.add(folder / name, name)
+    precompute((*made[:3], tmp_path / "told.tar"), tmp_path / "kept")
+    kept = data.load(settings(made, data=str(tmp_path / "kept"))).texts([0])
+    assert torch.equal(kept["cond"]["text"], torch.ones(1, 3, 20)) and not kept["uncond"]
 
 @pytest.mark.parametrize("made", ["sdxl"], indirect=True)
 def test_two_ranks_finish_what_a_killed_run_began_as_one_makes_it(made, tmp_path, monkeypatch):

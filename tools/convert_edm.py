@@ -19,58 +19,42 @@ import ckpt, train  # noqa: E401, E402
 from common import BadInput  # noqa: E402
 
 
-class Inert:
-    """Stands for a class, function or object of the pickle: takes any call and only keeps attributes."""
+class Inert(torch.nn.Module):
+    """Stands for a class, function or object of the pickle: takes any call and only keeps attributes; those
+    of a module are what Module.state_dict reads."""
 
     def __init__(self, *args, **kwargs):
-        pass
+        super().__init__()
 
     def __setstate__(self, state):
         if isinstance(state, dict):
-            self.__dict__.update(state)
+            super().__setstate__(state)
 
     append = __setitem__ = lambda self, *args: None
 
 
 def persistent_object(meta):
-    """meta holds the object's state and its class's source code, `module_src`, which stays unread."""
-    obj = Inert()
-    obj.__setstate__(meta["state"])
-    return obj
+    """Of an object's state and its class's source code, `module_src`, which stays unread."""
+    found = Inert()
+    found.__setstate__(meta["state"])
+    return found
 
 
 allowed = {
-    "torch_utils.persistence._reconstruct_persistent_obj": persistent_object,
-    "dnnlib.util.EasyDict": dict,
-    "collections.OrderedDict": collections.OrderedDict,
+    "torch_utils.persistence._reconstruct_persistent_obj": persistent_object, "dnnlib.util.EasyDict": dict,
+    "collections.OrderedDict": collections.OrderedDict, "builtins.set": set,
     "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
     "torch._utils._rebuild_parameter": torch._utils._rebuild_parameter,
-    "torch.storage._load_from_bytes": lambda b: torch.load(io.BytesIO(b), "cpu", weights_only=True),
-    "builtins.set": set,
-}
+    "torch.storage._load_from_bytes": lambda b: torch.load(io.BytesIO(b), "cpu", weights_only=True)}
 
 
 class Unpickler(pickle.Unpickler):
-    def __init__(self, file):
-        super().__init__(file)
-        self.refused = set()
+    refused = frozenset()
 
     def find_class(self, module, name):
-        if f"{module}.{name}" in allowed:
-            return allowed[f"{module}.{name}"]
-        self.refused.add(f"{module}.{name}")
-        return type("Inert", (Inert,), {})
-
-
-def collect(module, prefix=""):
-    """{key: tensor} as module.state_dict() would give it."""
-    parts = vars(module)
-    hidden = parts.get("_non_persistent_buffers_set", ())
-    tensors = {**parts.get("_parameters", {}), **parts.get("_buffers", {})}
-    out = {prefix + k: v.detach().clone() for k, v in tensors.items() if v is not None and k not in hidden}
-    for name, child in parts.get("_modules", {}).items():
-        out |= collect(child, f"{prefix}{name}.") if child is not None else {}
-    return out
+        name = f"{module}.{name}"
+        self.refused |= {name} - allowed.keys()
+        return allowed.get(name, Inert)
 
 
 def read(path):
@@ -78,15 +62,15 @@ def read(path):
     try:
         with open(path, "rb") as file:
             unpickler = Unpickler(file)
-            data = unpickler.load()
-        if isinstance(data, dict):
-            data = data.get("ema", data.get("model", data))
-        weights = collect(data) if isinstance(data, Inert) else data
+            found = unpickler.load()
+        if isinstance(found, dict):
+            found = found.get("ema", found.get("model", found))
+        weights = found.state_dict() if isinstance(found, Inert) else found
     except Exception as e:  # a broken pickle can raise anything
-        raise BadInput(f"{path} is not readable as an EDM pickle ({type(e).__name__}); get it again")
+        raise BadInput(f"{path} is not readable as an EDM pickle ({type(e).__name__}); get it again") from e
     if not isinstance(weights, dict) or {isinstance(v, torch.Tensor) for v in weights.values()} != {True}:
         raise BadInput(f"{path} holds no network: expected `ema` or `model` in it, as in NVIDIA's releases")
-    return dict(weights), unpickler.refused
+    return {k: v.detach().clone() for k, v in weights.items()}, unpickler.refused
 
 
 def main(argv):

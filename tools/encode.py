@@ -9,9 +9,8 @@ or, by classes, --net dit:dit_xl2 --data imagenet (folders) --encoders stability
 It takes all keys of the trainer. Images and clips are cut to what --net is trained on. FOLDER gets meta.json
 (what made it; other settings or captions are refused), uncond.safetensors (of --negative_prompt), 0000000.tar
 ... with KEY.moments.npy (2 C, [F,] H, W), mean and std in the net's space, KEY.cond.safetensors, text (L, D),
-pooled and what the net sees of a clip (encoders.seen), KEY.txt, KEY.cls. Rank r makes tars r, r + ranks, ...
-Given again it makes what is missing or, by the checksum in 0000000.crc, damaged (a tar is read into memory
-for that).
+pooled and what the net sees of a clip (encoders.seen), KEY.txt, KEY.cls. Without captions texts are those
+that tars hold, if any. Given again it makes what is missing or, by the checksum in 0000000.crc, damaged.
 """
 import io
 import json
@@ -32,7 +31,8 @@ config = dict(
     out="",                          # folder
     shard=1000,                      # samples of a tar
     dtype="float16",                 # of all but texts: float16, float32
-    batch_size=8)                    # samples encoded at once
+    batch_size=8,                    # samples encoded at once
+)
 
 
 def packed(part, j):
@@ -46,45 +46,42 @@ def write(f, found, cfg, ids, device):
     """A tar of samples `ids`, written into the file f."""
     with data.webdataset().TarWriter(f, encoder=False, mtime=0) as tar:
         for part in (ids[i:i + cfg["batch_size"]] for i in range(0, len(ids), cfg["batch_size"])):
-            images, labels = zip(*(found.get(i) for i in part))
-            images = torch.from_numpy(np.stack(images))
+            images = torch.from_numpy(np.stack([found.get(i)[0] for i in part]))
             moments = encoders.moments(images, cfg, device)
-            captions = found.texts(part)["caption"] if hasattr(found, "texts") else ()
-            cond = encoders.prompts(captions, cfg, device) if captions else {}
-            if captions and images.dim() == 5:
+            told = found.texts(part) if hasattr(found, "texts") else {}
+            cond = encoders.prompts(told["caption"], cfg, device) if "caption" in told else told.get("cond")
+            if cond and images.dim() == 5:
                 seen = encoders.seen(images, cfg, device)
                 cond |= {k: v.to(getattr(torch, cfg["dtype"])) for k, v in seen.items()}
             for j, i in enumerate(part):
                 np.save(content := io.BytesIO(), moments[j].cpu().numpy().astype(cfg["dtype"]))
-                text = {"txt": captions[j].encode(), "cond.safetensors": packed(cond, j)} if captions else {}
-                label = {"cls": b"%d" % labels[j]} if labels[j] >= 0 else {}
-                tar.write({"__key__": f"{i:09d}", "moments.npy": content.getvalue()} | text | label)
-
-
-def texts_crc(found, ids):
-    """A number of the captions of samples `ids`, which adds up over ranks: the fingerprint reads a few."""
-    if not hasattr(found, "texts"):
-        return 0
-    return sum(zlib.crc32(f"{i} {text}".encode()) for i in ids for text in found.texts([i])["caption"])
+                sample = {"__key__": f"{i:09d}", "moments.npy": content.getvalue()}
+                sample |= {"txt": told["caption"][j].encode()} if "caption" in told else {}
+                sample |= {"cond.safetensors": packed(cond, j)} if cond else {}
+                sample |= {"cls": b"%d" % found.label[i]} if found.label[i] >= 0 else {}
+                tar.write(sample)
 
 
 def main(argv):
-    method = SimpleNamespace(config=config, path=Path(__file__).resolve(), source=Path(__file__).read_bytes())
+    method = SimpleNamespace(config=config, path=Path(__file__).resolve(), source=Path(__file__).read_bytes(),
+                             __doc__=__doc__)
     cfg, _, options = train.resolve(method, argv)
     if "help" in options:
-        return train.show_help(SimpleNamespace(**vars(method), __doc__=__doc__), cfg)
+        return train.show_help(method, cfg)
     device, rank, world, group = sample.start(cfg["device"])
     found, folder = data.load(cfg), Path(cfg["out"])
     common.known("--dtype", cfg["dtype"], ("float16", "float32"))
     if not cfg["encoders"] or not cfg["out"] or found.kind != "image" or cfg["shard"] < 1:
         raise common.BadInput("give --out, --encoders, --data of images, and --shard of at least 1")
-    kept = ("net", "encoders", "encoder_dtype", "negative_prompt", "shard", "dtype", "data_fps",
-            "depth_model")
     data.unmoved(folder, "latents", cfg)
-    encoders.check(cfg, hasattr(found, "texts") or getattr(encoders.net_of(cfg["net"]), "text_dim", 0))
-    texts = sum(common.everyone(texts_crc(found, range(rank, len(found), world)), group))
-    settings = {k: cfg[k] for k in kept} | dict(texts=texts)
-    about = json.dumps(startup.fingerprint(cfg, found) | settings).encode()
+    captioned = hasattr(found, "texts") and "caption" in found.texts([0])       # else it may have embeddings
+    encoders.check(cfg, captioned or getattr(encoders.net_of(cfg["net"]), "text_dim", 0))
+    # the fingerprint reads a few captions, this number is of all
+    texts = sum(zlib.crc32(f"{i} {found.texts([i])['caption'][0]}".encode())
+                for i in range(rank, len(found), world) if captioned)
+    about = startup.fingerprint(cfg, found) | {k: cfg[k] for k in (
+        "net", "encoders", "encoder_dtype", "negative_prompt", "shard", "dtype", "data_fps", "depth_model")}
+    about = json.dumps(about | dict(texts=sum(common.everyone(texts, group)))).encode()
 
     def open_folder():
         sample.make_folder(folder)
@@ -93,21 +90,20 @@ def main(argv):
         for left in folder.glob(".*.tmp"):              # by a killed run
             files.remove(left)
         files.write(folder / "meta.json", lambda f: f.write(about))
-        if hasattr(found, "texts"):
-            blank = packed(encoders.negative(cfg, device), 0)
+        if blank := encoders.negative(cfg, device) if captioned else getattr(found, "uncond", {}):
+            blank = packed(blank, 0)
             files.write(folder / "uncond.safetensors", lambda f: f.write(blank))
     common.on_rank0(open_folder, group)
     for line in encoders.cut(data.captions(found), cfg) if rank == 0 else ():
         print(line)
-    ids, made = range(len(found)), 0
-    shards = [ids[i:i + cfg["shard"]] for i in range(0, len(ids), cfg["shard"])]
-    for k in range(rank, len(shards), world):
-        tar, mark = folder / f"{k:07d}.tar", folder / f"{k:07d}.crc"
-        crc = lambda: zlib.crc32(files.read(tar) or b"")                                         # noqa: E731
-        if files.read(mark) != b"%d" % crc():
-            files.write(tar, lambda f: write(f, found, cfg, shards[k], device))
-            files.write(mark, lambda f: f.write(b"%d" % crc()))
-            print(f"{tar} of {len(shards)}", flush=True)
+    made, shards = 0, -(-len(found) // cfg["shard"])
+    for k in range(rank, shards, world):
+        tar, mark, ids = folder / f"{k:07d}.tar", folder / f"{k:07d}.crc", range(len(found))
+        crc = lambda: b"%d" % zlib.crc32(files.read(tar) or b"")                                 # noqa: E731
+        if files.read(mark) != crc():
+            files.write(tar, lambda f: write(f, found, cfg, ids[k * cfg["shard"]:][:cfg["shard"]], device))
+            files.write(mark, lambda f: f.write(crc()))
+            print(f"{tar} of {shards}", flush=True)
             made += 1
     made = sum(common.everyone(made, group))
     if rank == 0:

@@ -1,7 +1,7 @@
 """Make assets/digits.npz: the 1,797 handwritten digits of the UCI set (8x8, values 0..16, CC BY 4.0).
 
     pip download scikit-learn --no-deps
-    python tools/make_digits.py scikit_learn-*.whl          (or the digits.csv.gz from inside it)
+    python tools/make_digits.py scikit_learn-*.whl
 
 Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 Arrays: image uint8 (1797, 8, 8), label uint8 (1797,), and the fixed split as sorted indices into them, train
@@ -14,12 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-
-def main(source):
-    if source.endswith(".whl"):
-        packed = zipfile.ZipFile(source).read("sklearn/datasets/data/digits.csv.gz")
-    else:
-        packed = Path(source).read_bytes()
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(print(__doc__) or 2)
+    packed = zipfile.ZipFile(sys.argv[1]).read("sklearn/datasets/data/digits.csv.gz")
     lines = gzip.decompress(packed).decode().splitlines()
     table = np.loadtxt(lines, delimiter=",").astype(np.uint8)  # (1797, 65): 64 pixels, label
     label, n = table[:, 64], len(table)
@@ -28,8 +26,3 @@ def main(source):
     out = Path(__file__).resolve().parent.parent / "assets" / "digits.npz"
     np.savez_compressed(out, image=table[:, :64].reshape(-1, 8, 8), label=label,
                         train=np.setdiff1d(order, val), val=np.sort(val))
-    print(f"{out}: {n} digits, {out.stat().st_size} bytes")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]) if len(sys.argv) == 2 else print(__doc__) or 2)

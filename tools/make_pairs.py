@@ -75,7 +75,7 @@ def write_meta(folder, meta):
         if local:
             with suppress(OSError):                     # of a file system without locks
                 fcntl.flock(handle, fcntl.LOCK_EX)      # of two that start at once one is the first
-        old = data.pairs_meta(folder)
+        old = data.meta(folder)
         for key in [k for k in meta if old and k != "teacher" and old.get(k) != meta[k]]:
             was, now = ("others" if key == "labels" else v.get(key) for v in (old, meta))
             raise common.BadInput(f"{folder} holds pairs made with {key} {was}, not {now}; give another "
