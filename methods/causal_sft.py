@@ -25,7 +25,7 @@ config = dict(
     recipes="causal_sft", net="wan:digits", data="moving_digits",
     teacher="",                  # weights to start from, of a bidirectional net too; "" = drawn at random
     chunk=2,                     # frames that are denoised together; Wan: 3
-    max_iter=12000,
+    max_iter=15000,
     batch_size=16,               # of the digits; 32 gets less far in the same time
     lr=4e-3,
     lr_schedule="cosine",
