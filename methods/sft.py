@@ -18,7 +18,7 @@ import common
 
 config = dict(
     recipes="sft", max_iter=5000, batch_size=128,
-    lr=1e-3, lr_schedule="cosine", warmup=200,      # EDM's rate for CIFAR-10; a cosine; its warm-up
+    lr=1e-3, lr_schedule="cosine", warmup=200,      # the rate is EDM's for CIFAR-10
     optimizer="adam", betas=(0.9, 0.999), weight_decay=0.0,     # adamw, adam, radam; moments; 0 = off
     dropout=0.1,                 # of the net; EDM: 0.13 for CIFAR-10; 0 = off
     cond_dropout=0.1,            # probability of the null condition; 0 = off
