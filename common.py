@@ -1,4 +1,4 @@
-"""What two or more methods share with the same meaning: functions of tensors and numbers, never of cfg.
+"""What two or more methods share with the same meaning: functions of tensors and numbers.
 
     x_t = alpha(t) x0 + sigma(t) eps      t = 0 is data, larger t is noisier, in every schedule
     x0   the data                         v     alpha eps - sigma x0
@@ -40,8 +40,7 @@ class BadInput(Exception):
 def known(what, value, names):
     """BadInput, with the nearest and all names, unless value is one of them."""
     if value not in names:
-        close = difflib.get_close_matches(str(value), list(names), 1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        hint = "".join(f"did you mean {n}? " for n in difflib.get_close_matches(str(value), list(names), 1))
         raise BadInput(f"{what} {value!r} is not known; {hint}known: {', '.join(names)}")
 
 
@@ -57,8 +56,16 @@ def number(what, text, low=-math.inf, high=math.inf):
     return value
 
 
-# ---------------------------------------------------------------- schedules
+def check(cfg, **allowed):
+    """BadInput unless the value of every key is one of its names or a number of its range (low, high)."""
+    for key, values in allowed.items():
+        if isinstance(next(iter(values)), str):
+            known(f"--{key}", cfg[key], values)
+        else:
+            number(f"--{key}", cfg[key], *values)
 
+
+# ---------------------------------------------------------------- schedules
 # name: t_min, t_max of training and sampling; the largest t that may be asked for (sCM trains to 800 on edm)
 schedules = dict(edm=(0.002, 80.0, 1000.0), rf=(0.0, 0.999, 1.0), trig=(0.0, math.pi / 2, math.pi / 2),
                  **dict.fromkeys(("sd", "sdxl", "dit", "cogvideox", "cogvideox2b"), (0.0, 0.999, 0.999)))
@@ -142,7 +149,6 @@ def t_like(value, x):
 
 
 # ---------------------------------------------------------------- noising and predictions
-
 def expand(a, x):
     """Coefficients (B,) or (B, F) shaped to multiply x (B, C, [F,] H, W), in x's dtype, float32 at least."""
     frames = a.shape[1:]
@@ -235,9 +241,8 @@ def value_and_tangent(f, args, tangents, how="apart", up=0.01, down=0.01, value=
     apart       a forward-mode pass without graph, in float32 under autocast too, then f
     fused       one forward-mode pass for both; its graph holds the tangent's
     difference  (f(args + up tangents) - f(args - down tangents)) / (up + down), steps (B,) or numbers
-    Relative errors against float64, DiTs of random weights (on CPUs): apart 3e-7, 3e-5 where they embed
-    1000 t; fused under bf16 autocast 0.001 to 0.02; apart on weights in bf16 (shards under amp) 0.002 to
-    0.025; difference 3e-5 to 3e-4, but 0.4 to 1 where they embed 1000 t, and 0.3 to 3 in bf16."""
+    Relative errors, DiTs of random weights on CPUs: apart 3e-7 (3e-5 where they embed 1000 t, 0.002 to 0.025
+    on weights in bf16), fused in bf16 0.001 to 0.02, difference 3e-5 to 3e-4 (1000 t, or bf16: useless)."""
     if how == "fused":
         out, tangent = torch.func.jvp(f, args, tangents)
         return out, tangent[0].detach()
@@ -257,16 +262,15 @@ def value_and_tangent(f, args, tangents, how="apart", up=0.01, down=0.01, value=
 def check_jvp(how, parallel, amp):
     """BadInput where the kind of value_and_tangent is unknown, cannot run or would be rounding errors."""
     known("--jvp", how, ("apart", "fused", "difference"))
-    if how == "difference" and parallel == "fsdp" and amp:
+    if parallel == "fsdp" and how == "difference" and amp:
         raise BadInput(f"--jvp difference is lost in rounding where weights are gathered in {amp}; use --jvp "
                        "apart, --parallel ddp or --amp \"\"")
-    if how != "difference" and parallel == "fsdp" and torch.__version__ < "2.13":
+    if parallel == "fsdp" and how != "difference" and torch.__version__ < "2.13":
         raise BadInput(f"--jvp {how} under --parallel fsdp needs torch 2.13, not {torch.__version__}; use "
                        "--jvp difference or --parallel ddp")
 
 
 # ---------------------------------------------------------------- times: p(t), step lists
-
 def karras(n, t_min, t_max, rho=7.0):
     """EDM's n noise levels, descending from t_max to t_min: float64 (n,). Karras 2022, eq. 5."""
     u = torch.linspace(0, 1, n, dtype=torch.float64, device="cpu")
@@ -325,16 +329,10 @@ def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_mi
     return t.clamp(lo, hi)
 
 
-@functools.lru_cache(maxsize=16)
-def t_edges(bins, device, dtype, **params):
-    """The bins - 1 times between equally likely intervals of a p(t), params of t_quantile."""
-    u = torch.arange(1, bins, dtype=torch.float64, device="cpu") / bins
-    return t_quantile(u, **params).to(device, dtype)
-
-
 def t_bin(t, bins, **params):
     """(B,) int64: which of `bins` equally likely intervals of a p(t), params of t_quantile, t is in."""
-    return torch.bucketize(t, t_edges(bins, t.device, t.dtype, **params), right=True)
+    u = torch.arange(1, bins, dtype=torch.float64, device="cpu") / bins
+    return torch.bucketize(t, t_quantile(u, **params).to(t, non_blocking=True), right=True)
 
 
 def sample_t(n, dist, schedule, device, **params):
@@ -347,9 +345,8 @@ def sample_t(n, dist, schedule, device, **params):
 
 def t_list(schedule, steps, given=(), trained=0.0):
     """The steps + 1 times of a few-step sampler, descending to 0.0; given: explicit ones, with or without 0,
-    none above the largest t that is trained, where --t_max bounds that (0 = the schedule does).
-    Default: equal steps from t_max; on edm the points of the 1000-point grid that FastGen takes, but from 80,
-    which one-step students are trained at, not 79.56."""
+    none above `trained`, a --t_max (0 = the schedule's). Default: equal steps from t_max; on edm FastGen's
+    points of the 1000-point grid, but from 80, which one-step students are trained at, not 79.56."""
     (_, t_max), ts = t_range(schedule), [number("--t_list", t) for t in given]
     limit = float(trained) or schedules[schedule][2]
     number("--steps", steps, 1, 1000)
@@ -368,7 +365,6 @@ def t_list(schedule, steps, given=(), trained=0.0):
 
 
 # ---------------------------------------------------------------- samplers
-
 def rollout(x0_of, noise, ts, schedule, kind, n):
     """(x_t, t (B,)) of a few-step sampler before its call n (from 0), after n calls of x0_of(x_t, t) -> x0.
     Starts from sigma(ts[0]) noise(0). Before step k x0 is noised to ts[k], by a fresh noise(k) ("sde": exact
@@ -384,21 +380,24 @@ def rollout(x0_of, noise, ts, schedule, kind, n):
     return x, t
 
 
-def few_step(x0_of, noise, ts, schedule, kind="sde"):
+def few_step(net, noise, ts, cond, kind="sde"):
     """x0 of a student's sampler over ts = t_list(...): one more call after `rollout`."""
-    return x0_of(*rollout(x0_of, noise, ts, schedule, kind, len(ts) - 2))
+    x0_of = functools.partial(predict, net, cond=cond)
+    return x0_of(*rollout(x0_of, noise, ts, net.schedule, kind, len(ts) - 2))
 
 
-def student_input(x0_of, x0, ts, schedule, kind, sampler, k):
-    """(x_t, t (B,)) for a few-step student in training. "simulation": for its call k (from 0), after k own
-    ones from noise without gradient. "data": x0 noised to one of ts per sample, where there are several."""
+def student_call(net, x0, ts, cond, kind, sampler, k):
+    """x0 of a few-step student in training. "simulation": of its call k (from 0), after k own ones from noise
+    without gradient. "data": from x0 noised to one of ts per sample, where there are several."""
+    x0_of = functools.partial(predict, net, cond=cond)
     if kind == "data" and len(ts) > 2:
         which = torch.randint(len(ts) - 1, (len(x0),), device=x0.device)
         x0 = expand((which > 0).float(), x0) * x0       # the first step's input is pure noise, as in sampling
-        t = torch.stack([t_like(s, x0) for s in ts[:-1]])[which, torch.arange(len(x0), device=x0.device)]
-        return add_noise(schedule, x0, torch.randn_like(x0), t), t
+        t = torch.cat([t_like(s, x0[:1]) for s in ts])[which]
+        return x0_of(add_noise(net.schedule, x0, torch.randn_like(x0), t), t)
     with torch.no_grad():
-        return rollout(x0_of, train_noise(x0.shape, x0.device), ts, schedule, sampler, k)
+        x_t, t = rollout(x0_of, train_noise(x0.shape, x0.device), ts, net.schedule, sampler, k)
+    return x0_of(x_t, t)
 
 
 def check_steps(steps, trained):
@@ -406,6 +405,23 @@ def check_steps(steps, trained):
     if steps != trained:
         raise BadInput(f"this student was trained for {trained} steps, not for --steps {steps}; leave "
                        f"--steps out, or train one with --steps {steps}")
+
+
+def check_pairs(data, method, spec, ts, hint="", **same):
+    """BadInput where data are no pairs of a teacher, made with these settings and with states at times ts."""
+    meta = getattr(data, "meta", None)
+    if meta is None:
+        raise BadInput(f"{method} trains on pairs of a teacher; give the --data FOLDER that `torchrun "
+                       f"tools/make_pairs.py --net {spec} --out FOLDER` makes")
+    for key, ours in same.items():
+        if meta.get(key, 0) != ours:
+            raise BadInput(f"{data.path} was made with {key} {meta.get(key, 0)}, this run has {ours}; they "
+                           f"must be equal{hint}")
+    near = [min(meta["path_t"], key=lambda p: abs(t - p)) for t in ts]
+    if near[0] != meta["path_t"][0] or any(abs(t - p) > 1e-3 * t for t, p in zip(ts, near)):
+        raise BadInput(f"{data.path} has states at t = {meta['path_t']}, noise at the first, but the "
+                       f"student's steps are at {ts}; give --t_list of those, or make pairs with "
+                       f"--path_t {','.join(f'{t:g}' for t in ts)}")
 
 
 def no_guidance(guidance, method):
@@ -417,9 +433,8 @@ def no_guidance(guidance, method):
 def heun(net, noise, cond, steps, uncond=None, guidance=1.0, at=(), order=2, **kw):
     """x0 by the teacher's ODE dx/dt = flow from sigma noise(0): Heun, 2 steps - 1 calls per condition (order
     1: Euler, one a step), on Karras 2022's grid (alg. 1) for edm, else in equal steps from t_max. The last
-    step is the x0 prediction: on edm and rf that is Euler's; tables would end at sigma(0) > 0.
-    at: descending times; it starts at the first, takes all into its grid and returns x0, [x at each]. kw goes
-    to `predict`."""
+    step is the x0 prediction: on edm and rf Euler's; tables would end at sigma(0) > 0. at: descending times;
+    it starts at the first, takes all into its grid and returns x0, [x at each]. kw goes to `predict`."""
     schedule, z = net.schedule, noise(0)
     start = at[0] if at else t_range(schedule)[1]
     ts = (karras(steps, t_range(schedule)[0], start).tolist() if schedule == "edm" else
@@ -446,7 +461,6 @@ def teacher_sample(net, *args):
 
 
 # ---------------------------------------------------------------- video: chunk after chunk
-
 def chunks(frames, chunk):
     """Sizes of the chunks of a clip, in order: all `chunk` frames long but the first, which also takes the
     remainder: chunks(8, 3) = [5, 3], chunks(2, 3) = [2]; chunk 0 is one chunk of all frames."""
@@ -526,7 +540,6 @@ def causal_rollout(net, noise, ts, cond, kind="sde", call=None, grad_chunks=0, f
 
 
 # ---------------------------------------------------------------- losses
-
 def loss_weight(weight, schedule, t, pred, sigma_data=0.5):
     """The factor, in t's shape, that turns squared errors of `pred` into the loss called `weight`.
     "unit": 1. "x0" "eps" "v" "flow": as if the error were taken there, det / sigma times the error of x0.
@@ -600,7 +613,6 @@ def r1_approx(logits, logits_perturbed):
 
 
 # ---------------------------------------------------------------- consistency
-
 def ect_ratio(images, q, kimg_per_stage, cap):
     """ECT's curriculum: r / t at high noise, 1 - q^-(stage + 1) at stage images // (1000 kimg), up to cap."""
     return min(1 - q ** -(images // (1000 * kimg_per_stage) + 1), cap)
@@ -629,7 +641,6 @@ def consistency_loss(f_t, f_r, schedule, t, r, weight="gap", huber_c=0.0, square
 
 
 # ---------------------------------------------------------------- rates as functions of counts
-
 def lr_factor(schedule, count, warmup, total):
     """Factor on the learning rate of the update that follows `count` applied ones, of `total`.
     Linear warm-up (count + 1) / warmup: the first update is not wasted on 0, the warmup-th has the full rate.
@@ -659,25 +670,20 @@ def parse_ema(entry):
     return name, kind, value
 
 
-@functools.lru_cache
-def _gamma(width):
-    return float(np.roots([1, 7, 16 - width ** -2, 12 - width ** -2]).real.max())
-
-
 def ema_beta(entry, n, batch_size):
     """beta of ema <- beta ema + (1 - beta) student after the n-th (1-based) student update.
     power: (1 - 1/n)^(gamma + 1), gamma by the profile's relative width (Karras 2024, alg. 2; 0.05: 16.97).
     half_kimg: 0.5^(batch_size / h), half-life h ramped up to 5 % of the images seen (EDM)."""
     _, kind, value = parse_ema(entry)
     if kind == "power":
-        return (1 - 1 / n) ** (_gamma(value) + 1)
+        gamma = float(np.roots([1, 7, 16 - value ** -2, 12 - value ** -2]).real.max())
+        return (1 - 1 / n) ** (gamma + 1)
     if kind == "half_kimg":
         return 0.5 ** (batch_size / min(1000 * value, 0.05 * n * batch_size))
     return value
 
 
 # ---------------------------------------------------------------- ranks and randomness
-
 def all_mean(x):
     """Mean of tensor x over the ranks, detached; x itself in a single process. Every rank must call it."""
     if not dist.is_initialized():
@@ -687,34 +693,28 @@ def all_mean(x):
     return x / dist.get_world_size()
 
 
-def from_rank0(value, group):
-    """Rank 0's value (any small object) on every rank of `group`, a gloo group or None for one process."""
-    box = [value]
-    if group is not None:
-        dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
-
-
 def everyone(value, group):
-    """[value of every rank] of a gloo group, or [value] where that is None."""
-    if group is None:
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    """[value of every rank] (any small object) of a gloo group, or [value] where that is None."""
+    values = [value] * (dist.get_world_size(group) if group else 1)
+    if group:
+        dist.all_gather_object(values, value, group=group)
     return values
+
+
+def from_rank0(value, group):
+    """Rank 0's value on every rank of a gloo group."""
+    return everyone(value, group)[0]
 
 
 def on_rank0(f, group):
     """f() on rank 0, None on the others; a BadInput there is raised on every rank."""
     value = error = None
-    if group is None or dist.get_rank() == 0:
-        try:
-            value = f()
-        except BadInput as e:
-            error = str(e)
-    error = from_rank0(error, group)
-    if error is not None:
-        raise BadInput(error)
+    try:
+        value = f() if group is None or dist.get_rank() == 0 else None
+    except BadInput as e:
+        error = e
+    if error := from_rank0(error, group):
+        raise error
     return value
 
 
@@ -769,16 +769,14 @@ def train_noise(shape, device):
 
 
 # ---------------------------------------------------------------- conditions, nets, optimizers
-
 def drop_condition(cond, uncond, p, keep=()):
     """Per sample, with probability p, uncond's entries: one mask for all keys but those in `keep`."""
     if p == 0 or not cond:
         return cond
     first = next(iter(cond.values()))
     mask = torch.rand(len(first), device=first.device) < p  # float32: a bfloat16 p is a multiple of 1/256
-    drop = {k: torch.where(mask.reshape(-1, *[1] * (v.dim() - 1)), uncond[k], v) for k, v in cond.items()
-            if k not in keep}
-    return {**cond, **drop}
+    return cond | {k: torch.where(mask.reshape(-1, *[1] * (v.dim() - 1)), uncond[k], v)
+                   for k, v in cond.items() if k not in keep}
 
 
 def make_net(spec, **options):
@@ -792,10 +790,9 @@ def make_net(spec, **options):
     for key, given, value in (item.partition("=") for item in rest):
         if not given:
             raise BadInput(f"net {spec}: {key!r} is not of the form option=value")
-        try:
+        options[key] = value
+        with contextlib.suppress(ValueError, SyntaxError):
             options[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
-        except (ValueError, SyntaxError):
-            options[key] = value
     if "dropout" in options:  # no constructor looks at it, the first forward pass would
         options["dropout"] = number(f"--net {spec}: dropout", options["dropout"], 0, 1)
     try:
@@ -814,13 +811,13 @@ for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.sta
         setattr(_method.__wrapped__, "__dynamo_disable", _method.__wrapped__)
 
 
-def optimizer(groups, name="adamw", lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
-    """torch's "adamw", "adam" or "radam" over parameters or groups of them."""
+def optimizer(groups, optimizer="adamw", lr=1e-4, betas=(0.9, 0.999), adam_eps=1e-8, weight_decay=0.0, **_):
+    """torch's "adamw", "adam" or "radam" over parameters or groups of them. Takes a whole config as **cfg."""
     kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, radam=torch.optim.RAdam)
-    known("optimizer", name, kinds)
-    how = dict(foreach=True) if name == "radam" else dict(fused=True)   # 7x faster, 200 small tensors, CPU
+    known("optimizer", optimizer, kinds)
+    how = dict(foreach=True) if optimizer == "radam" else dict(fused=True)      # 7x faster on small tensors
     try:
         first, second = map(float, betas)               # torch wants both of one kind: 0 is an int
-        return kinds[name](groups, lr=lr, betas=(first, second), eps=eps, weight_decay=weight_decay, **how)
+        return kinds[optimizer](groups, lr, (first, second), adam_eps, weight_decay, **how)
     except ValueError as error:                      # "Invalid beta parameter at index 1: nan"
-        raise BadInput(f"--optimizer {name} cannot have these --betas, rates or decays ({error})") from None
+        raise BadInput(f"--optimizer {optimizer} cannot have these --betas, rates, decays: {error}") from None

@@ -7,9 +7,8 @@
 A bidirectional teacher's x0 depends on the noise of later chunks, which G does not see: it learns a mean, and
 the loss has a floor. A causal teacher's (Causal Forcing, arXiv 2602.02214) is a function of what G sees, if
 the chunks before are clean: pairs "chunk" hold, chunk by chunk, the states that follow from clean chunks of
-the data, the last at t = 0; one random chunk is then noisy, and the loss is its own. FastGen leaves clean
-frames in the mean (mask_clean). tools/make_pairs.py makes the data, guidance in them; a causal net makes
-"chunk", another "clip".
+the data, the last at t = 0; one random chunk is then noisy, and the loss is its own. tools/make_pairs.py
+makes the data, guidance in them; a causal net makes "chunk", another "clip".
 
     python tools/make_pairs.py --net wan:digits,chunk=2 --teacher assets/moving_digits_causal.pth
         --data moving_digits --path_t 0.999,0.9375,0.8333,0.625 --out outputs/pairs/moving_digits
@@ -23,19 +22,12 @@ config = dict(
     recipes="causal_kd", net="wan:digits",
     data="outputs/pairs/moving_digits",         # a folder of tools/make_pairs.py
     teacher="assets/moving_digits.pth",         # where the student starts; "" = drawn at random
-    chunk=2,                         # frames that the student makes at once; paper: 3
+    chunk=2, steps=4,                # frames made at once (paper: 3), and the steps of each chunk
     guidance=1.0,                    # that of the pairs; another value is refused
     pairs="chunk",                   # chunk (a causal teacher's), clip (a bidirectional one's)
-    mask_clean=True,                 # clean frames are left out of the mean (clip)
-    steps=4,
-    max_iter=3000,
-    batch_size=32,
-    lr=1e-3,
-    lr_schedule="cosine",
-    warmup=100,
-    optimizer="adamw",               # adamw, adam, radam
-    betas=(0.9, 0.999),              # decay of the optimizer's two moments
-    weight_decay=0.01,               # 0 = off
+    mask_clean=True,                 # clean frames are left out of the mean (clip; FastGen keeps them in)
+    max_iter=3000, batch_size=32, lr=1e-3, lr_schedule="cosine", warmup=100,
+    optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...; the pairs have states there
     context_noise=0.0,               # t of the finished chunks in the sampler's cache
     window=0, sink=0,                # frames it sees of them, and first frames it sees besides; 0 = all
@@ -55,27 +47,15 @@ def build(cfg):
     student = common.make_net(cfg["net"], label_dim=cfg["classes"], chunk=cfg["chunk"])
     # values that only step() reads are refused here, before any work
     levels(student, cfg)
-    common.known("--pairs", cfg["pairs"], ("chunk", "clip"))
+    common.check(cfg, pairs=("chunk", "clip"))
     return dict(student=student.train())
 
 
 def check(data, nets, cfg):
     """Pairs that are not of the student's times, schedule and guidance are refused, before any work."""
-    meta, net = getattr(data, "meta", None), nets["student"]
-    if meta is None:
-        raise common.BadInput("causal_kd trains on pairs of a teacher; give the --data FOLDER that `torchrun "
-                              f"tools/make_pairs.py --net {cfg['net']} --out FOLDER` makes")
-    chunk = net.chunk if cfg["pairs"] == "chunk" else 0
-    for key, ours in dict(schedule=net.schedule, guidance=cfg["guidance"], chunk=chunk).items():
-        if meta.get(key, 0) != ours:
-            raise common.BadInput(f"{data.path} was made with {key} {meta.get(key, 0)}, this run has {ours}; "
-                                  f"they must be equal (--pairs {cfg['pairs']})")
-    ts, path_t = levels(net, cfg)[:-1], meta["path_t"]
-    lacking = [t for t in ts if min(abs(t - p) for p in path_t) > 1e-3 * t]
-    if lacking or abs(ts[0] - path_t[0]) > 1e-3 * ts[0]:
-        raise common.BadInput(f"{data.path} has states at t = {path_t}, noise at the first, but the "
-                              f"student's steps are at {ts}; give --t_list of those, or make pairs with "
-                              f"--path_t {','.join(f'{t:g}' for t in ts)}")
+    net, hint = nets["student"], f" (--pairs {cfg['pairs']})"
+    common.check_pairs(data, "causal_kd", cfg["net"], levels(net, cfg)[:-1], hint, schedule=net.schedule,
+                       guidance=cfg["guidance"], chunk=net.chunk if cfg["pairs"] == "chunk" else 0)
 
 
 def init(cfg):
@@ -83,8 +63,7 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how))
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg))
 
 
 def step(nets, batch, it, cfg):

@@ -7,13 +7,12 @@ forcing "diffusion" (Chen 2024, arXiv 2407.01392): context is as noisy as its ow
 which is what the sampler shows, has no weight in that, so clean_prefix of the clips start with a random
 number of clean chunks (t = 0) that the loss leaves out. "teacher": a random chunk is noisy, those before it
 are clean, the loss is its own. That is the loss of the clean|noisy double sequence of Causal Forcing (arXiv
-2602.02214), with its gradient through the clean context, but one chunk of n a pass, where the double sequence
-has all n for twice the tokens. Reading clean keys from the cache would have them too, but as constants, which
-trains no net to write them.
+2602.02214), with its gradient through the clean context (keys read from a cache would train no net to write
+them), but one chunk of n a pass, where the double sequence has all n for twice the tokens.
 With one chunk of all frames this is methods/sft.py. cond_dropout: there, too.
 
     python train.py methods/causal_sft.py                           the causal teacher of the moving digits
-    torchrun --nproc_per_node 8 train.py methods/causal_sft.py --net wan:t2v_1.3b --chunk 3 --data DATA
+    torchrun --nproc_per_node 8 train.py methods/causal_sft.py --net wan:t2v_1_3b --chunk 3 --data DATA
 """
 import math
 
@@ -25,14 +24,9 @@ config = dict(
     recipes="causal_sft", net="wan:digits", data="moving_digits",
     teacher="",                  # weights to start from, of a bidirectional net too; "" = drawn at random
     chunk=2,                     # frames that are denoised together; Wan: 3
-    max_iter=12000,
-    batch_size=16,               # of the digits; 32 gets less far in the same time
-    lr=4e-3,
-    lr_schedule="cosine",
-    warmup=200,
-    optimizer="adamw",           # adamw, adam, radam
-    betas=(0.9, 0.999),          # decay of the optimizer's two moments
-    weight_decay=0.01,           # of the optimizer; 0 = off
+    max_iter=15000, batch_size=16,      # a batch of 32 gets less far in the same time
+    lr=4e-3, lr_schedule="cosine", warmup=200,
+    optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     dropout=0.0,                 # of the net; 0 = off
     cond_dropout=0.1,            # probability of the null condition; 0 = off
     cond_keep=("first_frame",),  # condition keys that are never dropped; "" = none
@@ -61,12 +55,10 @@ presets = dict(
 
 
 def build(cfg):
-    for key in ("dropout", "cond_dropout", "clean_prefix"):
-        if not 0 <= cfg[key] <= 1:
-            raise common.BadInput(f"--{key} {cfg[key]} is a probability; give one from 0 to 1")
-    common.known("--forcing", cfg["forcing"], ("diffusion", "teacher"))
     options = dict(label_dim=cfg["classes"], dropout=cfg["dropout"])
     student = common.make_net(cfg["net"], chunk=cfg["chunk"], **options)
+    # values that only step() reads are refused here, before any work
+    common.check(cfg, cond_dropout=(0, 1), clean_prefix=(0, 1), forcing=("diffusion", "teacher"))
     common.check_noise(student, cfg["pred"], cfg["loss_weight"].replace("bell", ""), **times(cfg))
     return dict(student=student.train())
 
@@ -76,23 +68,24 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how))
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg))
 
 
 def step(nets, batch, it, cfg):
     student, x0 = nets["student"], batch["x0"]                                              # (B, C, F, H, W)
     # condition dropout
     cond = common.drop_condition(batch["cond"], batch["uncond"], cfg["cond_dropout"], cfg["cond_keep"])
-    # draw t and eps
-    t, eps = draw(x0, student, cfg)
+    # draw t, of its own for every chunk, and eps
+    params = dict(schedule=student.schedule, device=x0.device) | times(cfg)
+    t = common.per_chunk(lambda n: common.sample_t(n, **params), x0, student.chunk)         # (B, F)
+    eps = torch.randn_like(x0)
     # clean context
     t, weight = forced(x0, t, student, cfg)
     # denoise and compare
-    bell = cfg["loss_weight"] == "bell"
-    weight = weight * bell_of(t, student.schedule, cfg) if bell else weight
-    dsm = common.denoising_loss(student, x0, t, eps, cond, cfg["pred"], "" if bell else cfg["loss_weight"],
-                                frame_weight=weight).mean()
+    if cfg["loss_weight"] == "bell":
+        weight = weight * bell_of(t, student.schedule, cfg)
+    dsm = common.denoising_loss(student, x0, t, eps, cond, cfg["pred"],
+                                cfg["loss_weight"].replace("bell", ""), weight).mean()
     return dsm, dict(dsm=dsm)
 
 
@@ -117,11 +110,6 @@ def bell_of(t, schedule, cfg):
 def times(cfg):
     return dict(dist=cfg["t_dist"], mean=cfg["t_mean"], std=cfg["t_std"], shift=cfg["t_shift"],
                 t_min=cfg["t_min"], t_max=cfg["t_max"])
-
-
-def draw(x, net, cfg):
-    one = lambda n: common.sample_t(n, schedule=net.schedule, device=x.device, **times(cfg))    # noqa: E731
-    return common.per_chunk(one, x, net.chunk), torch.randn_like(x)                         # (B, F)
 
 
 def sample(net, noise, batch, cfg, steps):

@@ -9,8 +9,7 @@
              gan_d  softplus(D(features(x_t))) + softplus(-D(features(x0_t)))
 
 t is one value per clip. The sampler sees finished chunks of its own through the KV cache, training sees
-noised ones of the data: methods/self_forcing.py closes that gap. FastGen has 4 fake updates per student
-update, the GAN, dsm of x0 and t down to 0.001.
+noised ones of the data: methods/self_forcing.py closes that gap.
 
     python train.py methods/causvid.py                              moving digits
     torchrun --nproc_per_node 8 train.py methods/causvid.py --preset wan --data latents/{000..099}.tar
@@ -23,15 +22,11 @@ from nets.discriminators import make_head
 config = dict(
     recipes="causvid", net="wan:digits", data="moving_digits", teacher="assets/moving_digits.pth",
     student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
-    chunk=2,                         # frames that the student makes at once; paper: 3, or 1
-    steps=4,
-    max_iter=3600,                   # = 600 student updates
-    batch_size=32,
+    chunk=2, steps=4,                # frames made at once (paper: 3, or 1), and the steps of each chunk
+    max_iter=3600, batch_size=32,    # 600 student updates
     update_ratio=5,                  # fake updates before each student update; at least 1
     lr=1e-4, lr_fake=2e-4, lr_disc=2e-4,        # student, fake score, discriminator
-    optimizer="adamw",               # adamw, adam, radam
-    betas=(0.9, 0.999),              # of the optimizer's two moments
-    weight_decay=0.01,               # 0 = off
+    optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...: 1, .75, .5, .25, shifted by 5
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     context_noise=0.0,               # t of the finished chunks in the sampler's cache
@@ -58,8 +53,6 @@ presets = dict(
 
 
 def build(cfg):
-    if cfg["update_ratio"] < 1:
-        raise common.BadInput(f"--update_ratio {cfg['update_ratio']} must be at least 1")
     student = common.make_net(cfg["net"], label_dim=cfg["classes"], chunk=cfg["chunk"])
     teacher, fake_score = (common.make_net(cfg["net"], label_dim=cfg["classes"], chunk=0) for _ in range(2))
     nets = dict(student=student, teacher=teacher.eval().requires_grad_(False), fake_score=fake_score)
@@ -68,7 +61,7 @@ def build(cfg):
         raise common.BadInput(f"--chunk {cfg['chunk']} must be above 0 and is the student's alone; --net "
                               f"{cfg['net']} takes none")
     levels(student, cfg)
-    common.known("--sampler", cfg["sampler"], ("sde", "ode"))
+    common.check(cfg, update_ratio=(1, 1e9), sampler=("sde", "ode"))
     common.check_noise(teacher, cfg["fake_pred"], cfg["fake_weight"], **times(cfg))
     if cfg["gan_weight"]:
         nets["discriminator"] = make_head(fake_score, taps(fake_score, cfg))
@@ -80,11 +73,10 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    fake = [dict(params=list(nets[name].parameters()), lr=cfg[lr])
-            for name, lr in (("fake_score", "lr_fake"), ("discriminator", "lr_disc")) if name in nets]
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how),
-                fake=common.optimizer(fake, **how))
+    rates = dict(fake_score=cfg["lr_fake"], discriminator=cfg["lr_disc"])
+    fake = [dict(params=nets[n].parameters(), lr=lr) for n, lr in rates.items() if n in nets]
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg),
+                fake=common.optimizer(fake, **cfg))
 
 
 def phase(it, cfg):
@@ -138,8 +130,7 @@ def fake_step(nets, batch, it, cfg):
 def generate(student, batch, it, cfg):
     """x0 of noised data: every chunk from a random step of the sampler's, or clean."""
     x0, ts = batch["x0"], levels(student, cfg)
-    draw_step = lambda n: torch.randint(len(ts), (n,), device=x0.device)                    # noqa: E731
-    k = common.per_chunk(draw_step, x0, student.chunk)                                      # (B, F)
+    k = common.per_chunk(lambda n: torch.randint(len(ts), (n,), device=x0.device), x0, student.chunk) # (B, F)
     t = torch.cat([common.t_like(s, x0[:1]) for s in ts])[k]
     known = common.expand((k > 0).float(), x0) * x0     # the first step's input is pure noise, as in sampling
     x_t = common.add_noise(student.schedule, known, torch.randn_like(x0), t)

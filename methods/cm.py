@@ -9,8 +9,7 @@ weights of ECT, Geng 2024 (arXiv 2406.14548), or iCT, Song and Dhariwal 2024 (ar
 The target has the student's current weights and dropout masks (2023: averaged weights; LPIPS as distance).
 r by ECT's map, whose gap shrinks by q every kimg_per_stage, or on a grid whose number of levels doubles, t
 drawn from p(t) and rounded up: iCT's discretised lognormal. The grid's lowest level is 0, not 0.002, as EDM's
-preconditioning has f(x_0, 0) = x_0. FastGen keeps r at 0.002 or above, so that no target is data. Times of
-other schedules are mapped and weighted by sigma / alpha.
+preconditioning has f(x_0, 0) = x_0. Times of other schedules are mapped and weighted by sigma / alpha.
 
     python train.py methods/cm.py --max_iter 600                      a minute, digits
     python train.py methods/cm.py                                     the README's result, distillation
@@ -27,27 +26,19 @@ config = dict(
     teacher="assets/digits.pth",     # the student's start, with distill also the teacher; "" = from scratch
     distill=True,                    # x_r by the teacher; false: from data (ECT, iCT)
     solver="heun",                   # of the teacher's step: euler, heun
-    max_iter=6000,
-    batch_size=64,
-    lr=1e-3,
-    lr_schedule="cosine:0.01",       # papers: constant
-    warmup=100,
-    optimizer="radam",               # adamw, adam, radam
-    betas=(0.9, 0.99),               # of the optimizer's two moments
-    weight_decay=0.0,                # 0 = off
+    max_iter=6000, batch_size=64,
+    lr=1e-3, lr_schedule="cosine:0.01", warmup=100,     # papers: constant
+    optimizer="radam", betas=(0.9, 0.99), weight_decay=0.0,         # adamw, adam, radam; moments; 0 = off
     dropout=0.0,                     # of the student; ECT: 0.2 for CIFAR-10; 0 = off
     t_dist="lognormal",              # p(t); common.t_quantile lists them
-    t_mean=-0.4,                     # of ln t (lognormal, logt; ECT: -1.1) or of the logit (logitnormal)
-    t_std=1.6,                       # the same; ECT: 2.0
+    t_mean=-0.4, t_std=1.6,          # of ln t (lognormal, logt; ECT: -1.1, 2.0) or of the logit (logitnormal)
     t_shift=5.0,                     # of "shifted"
-    t_min=0.0,                       # bounds of t; 0 = the schedule's own
-    t_max=0.0,                       # the same
+    t_min=0.0, t_max=0.0,            # bounds of t; 0 = the schedule's own
     mapping="ect",                   # r of t: ect, or grid (edm nets only)
     q=2.0,                           # ect: 1 - r / t is q^-(stage + 1) at high noise
     kimg_per_stage=24,               # ect: thousands of images per stage
     ratio_cap=0.95,                  # ect: r / t at high noise, at most; from data: 0.99 or more
-    grid_start=10,                   # grid: intervals at the start, doubled in equal times
-    grid_end=1280,                   # grid: intervals at the end
+    grid_start=10, grid_end=1280,    # grid: intervals at the start, doubled in equal times, up to the end's
     squared=False,                   # rho(d) = d^2, else sqrt(d^2 + c^2) - c
     huber_c=0.004,                   # c; iCT and here: 0.00054 sqrt(dimensions); 0 = the distance itself
     loss_weight="gap",               # 1 / (t - r); common.consistency_loss lists others
@@ -91,13 +82,10 @@ def build(cfg):
         nets["teacher"] = common.make_net(cfg["net"], label_dim=cfg["classes"]).eval().requires_grad_(False)
     # values that only step() reads are refused here, before any work
     common.check_noise(student, **times(cfg))
-    for key, choices in dict(solver=("euler", "heun"), loss_weight=common.consistency_weights,
-                             mapping=("ect", "grid")[:2 if student.schedule == "edm" else 1]).items():
-        common.known(f"--{key}", cfg[key], choices)
-    for key, low, high in (
-            ("q", 1.001, 1e9), ("kimg_per_stage", 1, 1e9), ("ratio_cap", 0, 0.99999),
-            ("huber_c", 0, 100), ("grid_start", 1, 1e6), ("grid_end", cfg["grid_start"], 1e6)):
-        common.number(f"--{key}", cfg[key], low, high)
+    common.check(cfg, q=(1.001, 1e9), kimg_per_stage=(1, 1e9), ratio_cap=(0, 0.99999), huber_c=(0, 100),
+                 grid_start=(1, 1e6), grid_end=(cfg["grid_start"], 1e6), solver=("euler", "heun"),
+                 mapping=("ect", "grid") if student.schedule == "edm" else ("ect",),
+                 loss_weight=common.consistency_weights)
     if cfg["distill"] and not cfg["teacher"]:
         raise common.BadInput("--distill true needs a teacher; give --teacher, or --distill false")
     if cfg["guidance"] != 1 and not cfg["distill"]:
@@ -108,26 +96,23 @@ def build(cfg):
 
 
 def init(cfg):
-    start = dict(student=cfg["teacher"]) if cfg["teacher"] else {}
-    return dict(teacher=cfg["teacher"], student="teacher") if cfg["distill"] else start
+    return {net: cfg["teacher"] for net in ("student", "teacher")[:1 + cfg["distill"]] if cfg["teacher"]}
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how))
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg))
 
 
 def step(nets, batch, it, cfg):
     student, x0, cond = nets["student"], batch["x0"], batch["cond"]                         # (B, C, H, W)
     # draw t and eps; r by the curriculum
-    t, eps = draw(x0, student.schedule, cfg)
+    t = common.sample_t(len(x0), schedule=student.schedule, device=x0.device, **times(cfg))     # (B,)
+    eps = torch.randn_like(x0)
     t, r = neighbours(t, it, student.schedule, cfg)
     # two points of one path: of the data's, or of the teacher's ODE
     x_t = common.add_noise(student.schedule, x0, eps, t)
-    if cfg["distill"]:
-        x_r = ode_step(nets["teacher"], x_t, t, r, batch, cfg)
-    else:
-        x_r = common.add_noise(student.schedule, x0, eps, r)
+    x_r = (ode_step(nets["teacher"], x_t, t, r, batch, cfg) if cfg["distill"] else
+           common.add_noise(student.schedule, x0, eps, r))
     # predict: the pass with gradient first, as autocast keeps what it has cast; the masks come again
     with common.repeated(x0.device):
         f_t = common.predict(student, x_t, t, cond, "x0")
@@ -186,12 +171,6 @@ def times(cfg):
                 t_min=cfg["t_min"], t_max=cfg["t_max"])
 
 
-def draw(x, schedule, cfg):
-    t = common.sample_t(len(x), schedule=schedule, device=x.device, **times(cfg))           # (B,)
-    return t, torch.randn_like(x)
-
-
 def sample(net, noise, batch, cfg, steps):
     """From pure noise, noised again between the steps; any step count."""
-    x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
-    return common.few_step(x0_of, noise, levels(net, cfg, steps), net.schedule)
+    return common.few_step(net, noise, levels(net, cfg, steps), batch["cond"])

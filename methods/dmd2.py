@@ -19,14 +19,11 @@ from nets.discriminators import make_head
 config = dict(
     recipes="dmd2", teacher="assets/digits.pth",
     student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
-    max_iter=3600,                   # = 600 student updates; N of the paper are N (ratio + 1) / ratio here
-    batch_size=64,
+    max_iter=3600, batch_size=64,    # 600 student updates; N of the paper are N (ratio + 1) / ratio here
     update_ratio=5,                  # fake updates before each student update; at least 1
     lr=6e-4, lr_fake=1.2e-3, lr_disc=1e-3,      # student, fake score, discriminator
     lr_schedule="cosine:0.1", warmup=20,        # paper: constant, none
-    optimizer="adamw",               # adamw, adam, radam
-    betas=(0.9, 0.999),              # of the optimizer's two moments
-    weight_decay=0.01,               # 0 = off
+    optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(2.5, 0.8, 0.4, 0.2),     # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
     student_input="simulation",      # of later steps: simulation (own samples, paper), data (noised, FastGen)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
@@ -58,15 +55,12 @@ presets = dict(
 
 
 def build(cfg):
-    if cfg["update_ratio"] < 1:
-        raise common.BadInput(f"--update_ratio {cfg['update_ratio']} must be at least 1")
     student, teacher, fake_score = (common.make_net(cfg["net"], label_dim=cfg["classes"]) for _ in range(3))
     nets = dict(student=student, teacher=teacher.eval().requires_grad_(False), fake_score=fake_score)
     # values that only step() reads are refused here, before any work
     levels(student, cfg)
-    for key, choices in dict(student_input=("simulation", "data"), sampler=("sde", "ode"),
-                             gan_loss=("softplus", "hinge"), gan_features=("fake_score", "teacher")).items():
-        common.known(f"--{key}", cfg[key], choices)
+    common.check(cfg, update_ratio=(1, 1e9), student_input=("simulation", "data"), sampler=("sde", "ode"),
+                 gan_loss=("softplus", "hinge"), gan_features=("fake_score", "teacher"))
     for part in "", "dm_":
         common.check_noise(student, cfg["fake_pred"], cfg["fake_weight"], **times(cfg, part))
     if cfg["gan_weight"]:
@@ -79,11 +73,10 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    fake = [dict(params=list(nets[name].parameters()), lr=cfg[lr])
-            for name, lr in (("fake_score", "lr_fake"), ("discriminator", "lr_disc")) if name in nets]
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how),
-                fake=common.optimizer(fake, **how))
+    rates = dict(fake_score=cfg["lr_fake"], discriminator=cfg["lr_disc"])
+    fake = [dict(params=nets[n].parameters(), lr=lr) for n, lr in rates.items() if n in nets]
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg),
+                fake=common.optimizer(fake, **cfg))
 
 
 def phase(it, cfg):
@@ -145,10 +138,9 @@ def fake_step(nets, batch, it, cfg):
 
 def generate(student, batch, it, cfg):
     """x0 of the student at one of its steps; under simulation an exit step that is equal on all ranks."""
-    x0_of = lambda x, t: common.predict(student, x, t, batch["cond"], "x0")                 # noqa: E731
     k = int(torch.randint(cfg["steps"], (), generator=common.shared_generator(cfg["seed"], it)))
-    return x0_of(*common.student_input(x0_of, batch["x0"], levels(student, cfg), student.schedule,
-                                       cfg["student_input"], cfg["sampler"], k))
+    return common.student_call(student, batch["x0"], levels(student, cfg), batch["cond"],
+                               cfg["student_input"], cfg["sampler"], k)
 
 
 def levels(net, cfg):
@@ -177,5 +169,4 @@ def features(nets, x_t, t, cond, cfg):
 def sample(net, noise, batch, cfg, steps):
     """The student's steps, from pure noise; refuses a step count it was not trained for."""
     common.check_steps(steps, cfg["steps"])
-    x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
-    return common.few_step(x0_of, noise, levels(net, cfg), net.schedule, cfg["sampler"])
+    return common.few_step(net, noise, levels(net, cfg), batch["cond"], cfg["sampler"])

@@ -7,8 +7,7 @@
 With y = x0 the student learns the teacher's consistency function at its steps, so its sampler takes fresh
 noise between them; with "next" it follows the teacher's path (Salimans 2022), so its sampler is DDIM. Where
 the map from noise is too steep to fit, the squared error blurs. tools/make_pairs.py makes the data, guidance
-in them; a student over-fits a small set (val/student/kd is of the held-out twentieth). FastGen knows four
-stored states, 1, 2 or 4 steps and y = x0.
+in them; a student over-fits a small set (val/student/kd is of the held-out twentieth).
 
     torchrun --nproc_per_node 2 tools/make_pairs.py --out outputs/pairs/digits      the pairs, under 3 minutes
     python train.py methods/kd.py --max_iter 600                                    under a minute, digits
@@ -23,14 +22,8 @@ config = dict(
     data="outputs/pairs/digits",     # a folder of tools/make_pairs.py
     teacher="assets/digits.pth",     # where the student starts; "" = drawn at random
     guidance=1.0,                    # that of the pairs; another value is refused
-    max_iter=1600,
-    batch_size=64,
-    lr=1e-3,
-    lr_schedule="cosine",
-    warmup=100,
-    optimizer="adamw",               # adamw, adam, radam
-    betas=(0.9, 0.999),              # decay of the optimizer's two moments
-    weight_decay=0.01,               # 0 = off
+    max_iter=1600, batch_size=64, lr=1e-3, lr_schedule="cosine", warmup=100,
+    optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(80.0, 2.5, 0.8, 0.4),    # times of steps 1, 2, ...; the pairs have states there
     target="x0",                     # x0 (paper), next (the teacher's next state)
     norm="l2",                       # l2 (paper), l1 (the authors' code on CIFAR-10)
@@ -51,27 +44,15 @@ def build(cfg):
     student = common.make_net(cfg["net"], label_dim=cfg["classes"])
     # values that only step() reads are refused here, before any work
     levels(student, cfg)
-    common.known("--target", cfg["target"], SAMPLERS)
-    common.known("--norm", cfg["norm"], ("l2", "l1"))
+    common.check(cfg, target=SAMPLERS, norm=("l2", "l1"))
     return dict(student=student.train())
 
 
 def check(data, nets, cfg):
     """Pairs that are not of the student's times, schedule and guidance are refused, before any work."""
-    meta, net = getattr(data, "meta", None), nets["student"]
-    if meta is None:
-        raise common.BadInput("kd trains on pairs of a teacher; give the --data FOLDER that `torchrun "
-                              f"tools/make_pairs.py --net {cfg['net']} --out FOLDER` makes")
-    for key, ours in dict(schedule=net.schedule, guidance=cfg["guidance"], chunk=0).items():
-        if meta.get(key, 0) != ours:
-            raise common.BadInput(f"{data.path} was made with {key} {meta[key]}, this run has {ours}; they "
-                                  f"must be equal")
-    ts, path_t = levels(net, cfg)[:-1], meta["path_t"]
-    lacking = [t for t in ts if min(abs(t - p) for p in path_t) > 1e-3 * t]
-    if lacking or abs(ts[0] - path_t[0]) > 1e-3 * ts[0]:
-        raise common.BadInput(f"{data.path} has states at t = {path_t}, noise at the first, but the "
-                              f"student's steps are at {ts}; give --t_list of those, or make pairs with "
-                              f"--path_t {','.join(f'{t:g}' for t in ts)}")
+    net = nets["student"]
+    common.check_pairs(data, "kd", cfg["net"], levels(net, cfg)[:-1], schedule=net.schedule,
+                       guidance=cfg["guidance"], chunk=0)
 
 
 def init(cfg):
@@ -79,8 +60,7 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how))
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg))
 
 
 def step(nets, batch, it, cfg):
@@ -126,5 +106,4 @@ SAMPLERS = dict(x0="sde", next="ode")                  # by target
 def sample(net, noise, batch, cfg, steps):
     """The student's steps, from pure noise. Refuses a step count it was not trained for."""
     common.check_steps(steps, cfg["steps"])
-    x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
-    return common.few_step(x0_of, noise, levels(net, cfg), net.schedule, SAMPLERS[cfg["target"]])
+    return common.few_step(net, noise, levels(net, cfg), batch["cond"], SAMPLERS[cfg["target"]])

@@ -19,14 +19,11 @@ from nets.discriminators import make_head
 
 config = dict(
     recipes="ladd", teacher="assets/digits.pth",
-    max_iter=6000,                   # of both phases
-    batch_size=64,
+    max_iter=6000, batch_size=64,    # iterations of both phases
     update_ratio=2,                  # updates of the discriminator before each student update; at least 1
     lr=2e-4, lr_disc=4e-3,           # student, discriminator
     lr_schedule="cosine:0.1", warmup=20,        # FastGen: constant, none
-    optimizer="adamw",               # adamw, adam, radam
-    betas=(0.5, 0.99),               # of the optimizer's two moments
-    weight_decay=0.01,               # 0 = off
+    optimizer="adamw", betas=(0.5, 0.99), weight_decay=0.01,        # adamw, adam, radam; moments; 0 = off
     t_list=(2.5, 0.8, 0.4, 0.2),     # noise levels of steps 1, 2, ...; "" = equally spaced, on edm by rho 7
     student_input="data",            # of later steps: data (noised, paper), simulation (own samples)
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
@@ -43,15 +40,12 @@ config = dict(
 
 
 def build(cfg):
-    if cfg["update_ratio"] < 1:
-        raise common.BadInput(f"--update_ratio {cfg['update_ratio']} must be at least 1")
     student, teacher = (common.make_net(cfg["net"], label_dim=cfg["classes"]) for _ in range(2))
     nets = dict(student=student, teacher=teacher.eval().requires_grad_(False))
     # values that only step() reads are refused here, before any work
     levels(student, cfg)
-    for key, choices in dict(student_input=("simulation", "data"), sampler=("sde", "ode"),
-                             gan_loss=("softplus", "hinge")).items():
-        common.known(f"--{key}", cfg[key], choices)
+    common.check(cfg, update_ratio=(1, 1e9), student_input=("simulation", "data"), sampler=("sde", "ode"),
+                 gan_loss=("softplus", "hinge"))
     common.check_noise(student, **times(cfg))
     common.no_guidance(cfg["guidance"], "LADD")
     nets["discriminator"] = make_head(teacher, taps(teacher, cfg), cfg["gan_cond"])
@@ -63,9 +57,8 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how),
-                fake=common.optimizer(nets["discriminator"].parameters(), lr=cfg["lr_disc"], **how))
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg),
+                fake=common.optimizer(nets["discriminator"].parameters(), **cfg | dict(lr=cfg["lr_disc"])))
 
 
 def phase(it, cfg):
@@ -109,10 +102,9 @@ def fake_step(nets, batch, it, cfg):
 
 def generate(student, batch, it, cfg):
     """x0 of the student at one of its steps; under simulation an exit step that is equal on all ranks."""
-    x0_of = lambda x, t: common.predict(student, x, t, batch["cond"], "x0")                 # noqa: E731
     k = int(torch.randint(cfg["steps"], (), generator=common.shared_generator(cfg["seed"], it)))
-    return x0_of(*common.student_input(x0_of, batch["x0"], levels(student, cfg), student.schedule,
-                                       cfg["student_input"], cfg["sampler"], k))
+    return common.student_call(student, batch["x0"], levels(student, cfg), batch["cond"],
+                               cfg["student_input"], cfg["sampler"], k)
 
 
 def levels(net, cfg):
@@ -142,5 +134,4 @@ def logits(nets, x_t, t, cond, cfg):
 def sample(net, noise, batch, cfg, steps):
     """The student's steps, from pure noise; refuses a step count it was not trained for."""
     common.check_steps(steps, cfg["steps"])
-    x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
-    return common.few_step(x0_of, noise, levels(net, cfg), net.schedule, cfg["sampler"])
+    return common.few_step(net, noise, levels(net, cfg), batch["cond"], cfg["sampler"])

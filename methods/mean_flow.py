@@ -9,8 +9,7 @@
 A fraction of the batch, alike on all ranks, has r < t; the rest is plain flow matching and takes no JVP. Any
 net: edm nets see the path through common.predict_on. Starting from a teacher, r is embedded as zero, so that
 u(x_t, t, t) is its velocity. The paper's net for CIFAR-10 has no preconditioning and embeds t - r; here it
-has EDM's and embeds r. FastGen sorts (t, r) of the v1 sampling, whose paper has r = min(t, r), ends at
-t = 0.999, ignores cond_dropout when distilling, and writes opt_grad with the same gradient as here.
+has EDM's and embeds r. FastGen sorts the v1 sampling's (t, r) and ends at t = 0.999.
 
     python train.py methods/mean_flow.py --max_iter 1000               two minutes, digits
     python train.py methods/mean_flow.py [--distill false]             the README's result
@@ -25,31 +24,22 @@ config = dict(
     recipes="mean_flow",
     teacher="assets/digits.pth",     # starts the student; "" = from scratch
     distill=True,                    # v is the teacher's; false: the data's
-    max_iter=4000,
-    batch_size=64,
-    lr=5e-4,
-    lr_schedule="cosine:0.1",        # paper: constant
-    warmup=100,
-    optimizer="adam",                # adamw, adam, radam
-    betas=(0.9, 0.999),              # of the optimizer's two moments
-    weight_decay=0.0,                # 0 = off
+    max_iter=4000, batch_size=64,
+    lr=5e-4, lr_schedule="cosine:0.1", warmup=100,      # paper: constant
+    optimizer="adam", betas=(0.9, 0.999), weight_decay=0.0,         # adamw, adam, radam; moments; 0 = off
     dropout=0.0,                     # of the student; 0 = off
     cond_dropout=0.0,                # probability of the null condition; 0 = off; paper: 0.1 with guidance
     kappa=0.0,                       # k of guidance from scratch, w is --guidance; the scale is w / (1 - k)
     guidance_interval=(0.0, 1.0),    # t with guidance
     ratio=0.75,                      # fraction of the batch with r < t
     pairs="min",                     # min: r = min(t, r) (v1); sort: t, r = max, min (v0)
-    t_mean=0.0,                      # of logit t; paper: -0.6, 1.6
-    t_std=1.4,                       # the same
-    r_mean=-4.0,                     # of logit r
-    r_std=1.6,                       # the same
+    t_mean=0.0, t_std=1.4,           # of logit t; paper: -0.6, 1.6
+    r_mean=-4.0, r_std=1.6,          # of logit r
     t_list=(),                       # times of steps 1, 2, ...; "" or more steps: equally spaced from 1
     jvp="apart",                     # how du/dt is made: apart, fused, difference
     jvp_step=0.005,                  # of "difference", in t; one-sided where t +- step leaves [r, 1]
     tangent_warmup=0,                # iterations; 0 = off
-    loss="l2",                       # l2, opt_grad
-    loss_p=0.75,                     # p
-    loss_c=1e-3,                     # c
+    loss="l2", loss_p=0.75, loss_c=1e-3,        # l2 or opt_grad; p; c
     loss_rms=False,                  # e is the mean over the dimensions, not the sum
     ema=("ema:power=0.1",),
 )
@@ -85,18 +75,13 @@ def build(cfg):
             raise common.BadInput(f"--kappa {cfg['kappa']} is for --distill false; use --guidance")
         nets["teacher"] = common.make_net(cfg["net"], label_dim=cfg["classes"]).eval().requires_grad_(False)
     # values that only step() reads are refused here, before any work
-    for key in "cond_dropout", "ratio":
-        common.number(f"--{key}", cfg[key], 0, 1)
+    common.check(cfg, cond_dropout=(0, 1), ratio=(0, 1), tangent_warmup=(0, 1e9), loss_p=(0, 10),
+                 pairs=("min", "sort"), loss=("l2", "opt_grad"),
+                 **dict.fromkeys(("jvp_step", "t_std", "r_std", "loss_c"), (1e-6, 100)))
     low, high = (*cfg["guidance_interval"], 0, 0)[:2]
     if not 0 <= cfg["kappa"] < 1 or not low < high or len(cfg["guidance_interval"]) != 2:
         raise common.BadInput(f"--kappa {cfg['kappa']} must be in [0, 1), --guidance_interval "
                               f"{cfg['guidance_interval']} two times, ascending")
-    common.known("--pairs", cfg["pairs"], ("min", "sort"))
-    common.known("--loss", cfg["loss"], ("l2", "opt_grad"))
-    common.number("--loss_p", cfg["loss_p"], 0, 10)
-    for key in "jvp_step", "t_std", "r_std", "loss_c":
-        common.number(f"--{key}", cfg[key], 1e-6, 100)
-    common.number("--tangent_warmup", cfg["tangent_warmup"], 0)
     for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
         levels(cfg, steps)
     common.check_jvp(cfg["jvp"], cfg["parallel"], cfg["amp"])
@@ -108,8 +93,7 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how))
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg))
 
 
 def step(nets, batch, it, cfg):

@@ -9,8 +9,6 @@
 
 dF/dt is along dx/dt, of the same weights with the same dropout masks (common.value_and_tangent). The paper's
 teachers are trained in TrigFlow with a plain time embedding; here cos t sin t d/dt cancels the slope of ln t.
-FastGen divides the loss by the dimension twice (without u that is 1/D of the rate), draws new masks for
-dF/dt, weighs by 1 / sigma_t of the teacher's schedule, and takes |g| per sqrt(dimension) (tangent_rms).
 
     python train.py methods/scm.py --max_iter 1000                    two minutes, digits
     python train.py methods/scm.py [--distill false]                  the README's result [sCT]
@@ -24,31 +22,22 @@ config = dict(
     recipes="scm",
     teacher="assets/digits.pth",     # starts the student; sCT: "" = from scratch
     distill=True,                    # sCD; false: sCT, from data alone
-    max_iter=4000,
-    batch_size=64,
-    lr=1e-3,
-    lr_schedule="cosine:0.1",        # paper: constant or inv_sqrt
-    warmup=100,
-    optimizer="radam",               # adamw, adam, radam
-    betas=(0.9, 0.99),               # of the optimizer's two moments
+    max_iter=4000, batch_size=64,
+    lr=1e-3, lr_schedule="cosine:0.1", warmup=100,      # paper: constant or inv_sqrt
+    optimizer="radam", betas=(0.9, 0.99), weight_decay=0.0,         # adamw, adam, radam; moments; 0 = off
     adam_eps=1e-8,                   # ImageNet: 1e-11
-    weight_decay=0.0,                # 0 = off
     dropout=0.0,                     # of the student; 0 = off
     sigma_data=0.0,                  # s; 0 = the net's, or 0.5
     t_dist="lognormal",              # of sigma: lognormal, logt, polynomial, uniform
-    t_mean=-0.2,                     # of ln sigma; paper: -1.0
-    t_std=1.4,                       # the same
-    t_min=0.0,                       # bounds of sigma; 0 = 0.002
-    t_max=20.0,                      # 0 = 80
+    t_mean=-0.2, t_std=1.4,          # of ln sigma; paper: -1.0, 1.4
+    t_min=0.0, t_max=20.0,           # bounds of sigma; 0 = 0.002, 80
     t_list=(10.0, 2.0, 0.8, 0.4),    # the net's times of steps 1, 2, ...; "", or for more: common.t_list
     jvp="apart",                     # how dF/dt is made: apart, fused, difference
     jvp_step=0.01,                   # of "difference", relative in sigma
-    tangent="normalize",             # normalize, clip (to [-1, 1]), none
-    tangent_c=0.1,                   # of normalize
+    tangent="normalize", tangent_c=0.1,         # normalize (by |g| + c), clip (to [-1, 1]), none
     tangent_rms=False,               # normalize by |g| / sqrt(dimension) (FastGen)
     tangent_warmup=500,              # iterations; paper: 10000; 0 = off
-    prior=True,                      # w = 1 / sigma; false: 1
-    logvar=True,                     # u; false: 0
+    prior=True, logvar=True,         # w = 1 / sigma, a learned u; false: 1, 0
     ema=("ema:power=0.1",),
 )
 
@@ -76,15 +65,12 @@ def build(cfg):
         if not cfg["teacher"]:
             raise common.BadInput("sCD needs a --teacher PATH; --distill false trains from data alone")
         nets["teacher"] = common.make_net(cfg["net"], label_dim=cfg["classes"]).eval().requires_grad_(False)
-    if not cfg["distill"]:
+    else:
         common.no_guidance(cfg["guidance"], "sCT")
     # values that only step() reads are refused here, before any work
     common.t_quantile(torch.tensor([0.5], dtype=torch.float64, device="cpu"), schedule="edm", **times(cfg))
-    common.known("--tangent", cfg["tangent"], ("normalize", "clip", "none"))
-    common.number("--jvp_step", cfg["jvp_step"], 1e-6, 0.5)
-    common.number("--tangent_warmup", cfg["tangent_warmup"], 0)
-    for key in "sigma_data", "tangent_c":
-        common.number(f"--{key}", cfg[key], 0)
+    common.check(cfg, tangent=("normalize", "clip", "none"), jvp_step=(1e-6, 0.5), tangent_warmup=(0, 1e9),
+                 sigma_data=(0, 1e9), tangent_c=(0, 1e9))
     for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
         levels(student, cfg, steps)
     common.check_jvp(cfg["jvp"], cfg["parallel"], cfg["amp"])
@@ -96,9 +82,7 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], eps=cfg["adam_eps"],
-               weight_decay=cfg["weight_decay"])
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how))
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg))
 
 
 def step(nets, batch, it, cfg):
@@ -112,12 +96,11 @@ def step(nets, batch, it, cfg):
     cos, sin = (common.expand(c, x0) for c in (t.cos(), t.sin()))
     x_t = cos * x0 + sin * z
     # dx/dt
+    dxdt = cos * z - sin * x0
     if cfg["distill"]:
         with torch.no_grad():
             dxdt = s * common.predict_on("trig", nets["teacher"], x_t / s, t, cond, "flow", batch["uncond"],
                                          cfg["guidance"], **path)
-    else:
-        dxdt = cos * z - sin * x0
     # F, u and J = cos t sin t dF/dt
     def F_of(x, t):
         out = common.predict_on("trig", student, x / s, t, cond, "flow", **path, **kw)
@@ -153,5 +136,4 @@ def levels(net, cfg, steps):
 
 def sample(net, noise, batch, cfg, steps):
     """Few-step consistency sampling; any step count."""
-    x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
-    return common.few_step(x0_of, noise, levels(net, cfg, steps), net.schedule)
+    return common.few_step(net, noise, levels(net, cfg, steps), batch["cond"])

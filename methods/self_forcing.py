@@ -11,8 +11,7 @@
 t is one value per clip. Without the GAN (as published) the data give conditions and the clip's shape alone.
 With frames_max above the data's frames, rollouts have a random number of further chunks and the last window
 is scored; its first chunk is context without a gradient, its first frame encoded anew as an image where there
-is a VAE. The authors' code adds 0.5 % noise to the context at t = 0 and lets a gradient into the cache (not
-here); FastGen has 4 fake updates per student update, the GAN, and dsm of x0.
+is a VAE. The authors' code adds 0.5 % noise to the context at t = 0 and lets a gradient into the cache.
 
     python train.py methods/self_forcing.py                         moving digits
     torchrun --nproc_per_node 8 train.py methods/self_forcing.py --preset wan --data latents/{000..099}.tar
@@ -28,12 +27,10 @@ config = dict(
     student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
     teacher_net="",                  # the teacher's, where it is another one; "" = net
     chunk=2, steps=4,                # frames made at once (paper: 3, or 1), and the steps of each chunk
-    max_iter=3600, batch_size=32,    # = 600 student updates
+    max_iter=3600, batch_size=32,    # 600 student updates
     update_ratio=5,                  # fake updates before each student update; at least 1
     lr=1e-4, lr_fake=2e-4, lr_disc=2e-4,        # student, fake score, discriminator
-    optimizer="adamw",               # adamw, adam, radam
-    betas=(0.0, 0.999),              # of the optimizer's two moments
-    weight_decay=0.01,               # 0 = off
+    optimizer="adamw", betas=(0.0, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...: 1, .75, .5, .25, shifted by 5
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     last_step_only=False, grad_chunks=0,        # exit at the last step; chunks with a gradient, 0 = all
@@ -64,8 +61,6 @@ presets = dict(
 
 
 def build(cfg):
-    if cfg["update_ratio"] < 1:
-        raise common.BadInput(f"--update_ratio {cfg['update_ratio']} must be at least 1")
     student = common.make_net(cfg["net"], label_dim=cfg["classes"], chunk=cfg["chunk"])
     teacher, fake_score = (common.make_net(spec or cfg["net"], label_dim=cfg["classes"], chunk=0)
                            for spec in (cfg["teacher_net"], ""))
@@ -75,7 +70,7 @@ def build(cfg):
         raise common.BadInput(f"--chunk {cfg['chunk']} must be above 0 and is the student's alone; --net "
                               f"{cfg['net']} and --teacher_net take none")
     levels(student, cfg)
-    common.known("--sampler", cfg["sampler"], ("sde", "ode"))
+    common.check(cfg, update_ratio=(1, 1e9), sampler=("sde", "ode"))
     common.check_noise(teacher, cfg["fake_pred"], cfg["fake_weight"], **times(cfg))
     if cfg["gan_weight"]:
         nets["discriminator"] = make_head(fake_score, taps(fake_score, cfg))
@@ -87,11 +82,10 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    fake = [dict(params=list(nets[name].parameters()), lr=cfg[lr])
-            for name, lr in (("fake_score", "lr_fake"), ("discriminator", "lr_disc")) if name in nets]
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how),
-                fake=common.optimizer(fake, **how))
+    rates = dict(fake_score=cfg["lr_fake"], discriminator=cfg["lr_disc"])
+    fake = [dict(params=nets[n].parameters(), lr=lr) for n, lr in rates.items() if n in nets]
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg),
+                fake=common.optimizer(fake, **cfg))
 
 
 def phase(it, cfg):

@@ -17,24 +17,16 @@ import augment
 import common
 
 config = dict(
-    recipes="sft",
-    max_iter=5000,
-    batch_size=128,
-    lr=1e-3,                     # as EDM for CIFAR-10
-    lr_schedule="cosine",
-    warmup=200,
-    optimizer="adam",            # adamw, adam, radam
-    betas=(0.9, 0.999),          # decay of the optimizer's two moments
-    weight_decay=0.0,            # of the optimizer; 0 = off
+    recipes="sft", max_iter=5000, batch_size=128,
+    lr=1e-3, lr_schedule="cosine", warmup=200,      # the rate is EDM's for CIFAR-10
+    optimizer="adam", betas=(0.9, 0.999), weight_decay=0.0,     # adamw, adam, radam; moments; 0 = off
     dropout=0.1,                 # of the net; EDM: 0.13 for CIFAR-10; 0 = off
     cond_dropout=0.1,            # probability of the null condition; 0 = off
     cond_keep=(),                # condition keys that are never dropped; "" = none
     t_dist="lognormal",          # p(t); common.t_quantile lists them
-    t_mean=-0.4,                 # of ln t (lognormal, logt; EDM: -1.2) or of the logit (logitnormal)
-    t_std=1.2,                   # the same
+    t_mean=-0.4, t_std=1.2,      # of ln t (lognormal, logt; EDM: -1.2, 1.2) or of the logit (logitnormal)
     t_shift=5.0,                 # of "shifted"
-    t_min=0.0,                   # bounds of t; 0 = the schedule's own
-    t_max=0.0,                   # the same
+    t_min=0.0, t_max=0.0,        # bounds of t; 0 = the schedule's own
     pred="",                     # space of the error: x0, eps, v, flow; "" = the net's own
     loss_weight="",              # "" = edm for x0 errors on edm nets, else unit; see common.loss_weight
     logvar=False,                # a learned log-variance per noise level scales the loss (EDM2)
@@ -58,15 +50,11 @@ presets = dict(
 
 
 def build(cfg):
-    for key in ("dropout", "cond_dropout"):
-        if not 0 <= cfg[key] <= 1:
-            raise common.BadInput(f"--{key} {cfg[key]} is a probability; give one from 0 to 1")
-    options = dict(label_dim=cfg["classes"], dropout=cfg["dropout"])
-    if augment.dim(cfg):
-        options["augment_dim"] = augment.dim(cfg)
-    if cfg["logvar"]:
-        options["logvar"] = True
-    student = common.make_net(cfg["net"], **options)
+    options = dict(augment_dim=augment.dim(cfg), logvar=cfg["logvar"])
+    student = common.make_net(cfg["net"], label_dim=cfg["classes"], dropout=cfg["dropout"],
+                              **{k: v for k, v in options.items() if v})
+    # values that only step() reads are refused here, before any work
+    common.check(cfg, cond_dropout=(0, 1))
     common.check_noise(student, cfg["pred"], cfg["loss_weight"], **times(cfg))
     return dict(student=student.train())
 
@@ -76,8 +64,7 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how))
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg))
 
 
 def step(nets, batch, it, cfg):
@@ -85,21 +72,17 @@ def step(nets, batch, it, cfg):
     # condition dropout
     cond = common.drop_condition(batch["cond"], batch["uncond"], cfg["cond_dropout"], cfg["cond_keep"])
     # draw t and eps
-    t, eps = draw(x0, student.schedule, cfg)
+    t = common.sample_t(len(x0), schedule=student.schedule, device=x0.device, **times(cfg))     # (B,)
+    eps = torch.randn_like(x0)
     # denoise and compare
     kw = dict(logvar=True) if cfg["logvar"] else {}
     dsm = common.denoising_loss(student, x0, t, eps, cond, cfg["pred"], cfg["loss_weight"], **kw).mean()
     return dsm, dict(dsm=dsm)
 
 
-def times(cfg, t_min="t_min", t_max="t_max"):
+def times(cfg):
     return dict(dist=cfg["t_dist"], mean=cfg["t_mean"], std=cfg["t_std"], shift=cfg["t_shift"],
-                t_min=cfg[t_min], t_max=cfg[t_max])
-
-
-def draw(x, schedule, cfg, *bounds):
-    t = common.sample_t(len(x), schedule=schedule, device=x.device, **times(cfg, *bounds))  # (B,)
-    return t, torch.randn_like(x)
+                t_min=cfg["t_min"], t_max=cfg["t_max"])
 
 
 def sample(net, noise, batch, cfg, steps):

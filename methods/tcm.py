@@ -11,8 +11,7 @@
 Boundary samples are boundary_prob of each slice, rounded down; of a slice too small for one, one by chance,
 so often that the mean is right. They hold the student to T: a constant has no other loss. Without dropout a
 sample of x_r goes through the one net it needs; with it both nets see the whole batch, so that all passes
-share their masks (T has dropout too, as in both codes). FastGen takes the mean of an empty boundary (NaN) on
-slices below 4, and goes through the map's stages again unless it counts on from stage 1.
+share their masks (T has dropout too). FastGen's stage 2 goes through the map's stages again.
 
     python train.py methods/tcm.py && python train.py methods/tcm.py --preset stage2     both stages
     python train.py methods/tcm.py --preset stage2 --stage1 outputs/fewstep/digits/cm#ema   after cm.py
@@ -26,27 +25,17 @@ config = dict(
     recipes="tcm",
     stage1="",                       # student of stage 1, path[#entry]; "" = this run is stage 1
     teacher="assets/digits.pth",     # stage 1: the student's start; "" = from scratch
-    max_iter=8000,
-    batch_size=64,
-    lr=1e-3,
-    lr_schedule="cosine:0.01",       # paper: constant
-    warmup=100,
-    optimizer="radam",               # adamw, adam, radam
-    betas=(0.9, 0.99),               # of the optimizer's two moments
-    weight_decay=0.0,                # 0 = off
+    max_iter=8000, batch_size=64,
+    lr=1e-3, lr_schedule="cosine:0.01", warmup=100,     # paper: constant
+    optimizer="radam", betas=(0.9, 0.99), weight_decay=0.0,         # adamw, adam, radam; moments; 0 = off
     dropout=0.0,                     # of the nets; paper: 0.2 for CIFAR-10; 0 = off
     t_dist="lognormal",              # p(t) of stage 1; common.t_quantile lists them
-    t_mean=-0.4,                     # of ln t (lognormal, logt; paper: -1.1) or of the logit (logitnormal)
-    t_std=1.6,                       # the same; paper: 2.0
+    t_mean=-0.4, t_std=1.6,          # of ln t (lognormal, logt; paper: -1.1, 2.0), or of the logit
     t_shift=5.0,                     # of "shifted"
-    t_min=0.0,                       # bounds of t; 0 = the schedule's own
-    t_max=0.0,                       # the same, also in stage 2
-    tail_t_dist="logt",              # p(t) of stage 2, from t' up
-    tail_t_mean=0.0,                 # as above
-    tail_t_std=0.2,                  # the same
+    t_min=0.0, t_max=0.0,            # bounds of t; 0 = the schedule's own; t_max also in stage 2
+    tail_t_dist="logt", tail_t_mean=0.0, tail_t_std=0.2,            # p(t) of stage 2, from t' up
     transition=1.0,                  # t'
-    boundary_prob=0.25,              # part of the batch at t'; 0 = none
-    boundary_weight=0.1,             # of its loss
+    boundary_prob=0.25, boundary_weight=0.1,    # part of the batch at t', 0 = none; weight of its loss
     q=2.0,                           # 1 - r / t is q^-(stage + 1) at high noise
     kimg_per_stage=64,               # thousands of images per stage of the map
     ratio_cap=0.99,                  # r / t at high noise, at most, and in stage 2; paper: 0.999 for CIFAR-10
@@ -75,11 +64,8 @@ def build(cfg):
     student, stage1 = (common.make_net(cfg["net"], label_dim=cfg["classes"], dropout=cfg["dropout"])
                        for _ in range(2))
     # values that only step() reads are refused here, before any work
-    common.known("--loss_weight", cfg["loss_weight"], common.consistency_weights)
-    for key, low, high in (
-            ("q", 1.001, 1e9), ("kimg_per_stage", 1, 1e9), ("ratio_cap", 0, 0.99999),
-            ("huber_c", 0, 100), ("transition", 1e-6, 1e9), ("boundary_prob", 0, 0.999)):
-        common.number(f"--{key}", cfg[key], low, high)
+    common.check(cfg, q=(1.001, 1e9), kimg_per_stage=(1, 1e9), ratio_cap=(0, 0.99999), huber_c=(0, 100),
+                 transition=(1e-6, 1e9), boundary_prob=(0, 0.999), loss_weight=common.consistency_weights)
     common.no_guidance(cfg["guidance"], "TCM")
     common.check_noise(student, **times(cfg, "tail_" if cfg["stage1"] else ""))
     for steps in (cfg["steps"], len(cfg["t_list"]) or 1):
@@ -97,8 +83,7 @@ def init(cfg):
 
 
 def optimizers(nets, cfg):
-    how = dict(name=cfg["optimizer"], betas=cfg["betas"], weight_decay=cfg["weight_decay"])
-    return dict(student=common.optimizer(nets["student"].parameters(), lr=cfg["lr"], **how))
+    return dict(student=common.optimizer(nets["student"].parameters(), **cfg))
 
 
 def step(nets, batch, it, cfg):
@@ -187,5 +172,4 @@ def times(cfg, part=""):
 
 def sample(net, noise, batch, cfg, steps):
     """From pure noise, noised again between the steps; any step count."""
-    x0_of = lambda x, t: common.predict(net, x, t, batch["cond"], "x0")                     # noqa: E731
-    return common.few_step(x0_of, noise, levels(net, cfg, steps), net.schedule)
+    return common.few_step(net, noise, levels(net, cfg, steps), batch["cond"])

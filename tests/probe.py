@@ -36,7 +36,7 @@ def init(cfg):
 
 def optimizers(nets, cfg):
     fake = [*nets["head"].parameters(), *nets["fake"].parameters()]
-    return {phase: common.optimizer(params, name=cfg["optimizer"], lr=cfg["lr"])
+    return {phase: common.optimizer(params, cfg["optimizer"], cfg["lr"])
             for phase, params in dict(student=nets["student"].parameters(), fake=fake).items()}
 
 def phase(it, cfg):

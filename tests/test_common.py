@@ -161,8 +161,9 @@ def basis(n):
 
 @pytest.mark.parametrize("kind, std", [("sde", 0.5), ("ode", 0.70860)])
 def test_few_steps_of_the_exact_consistency_function(kind, std):
-    exact = lambda x, t: 0.5 * x / (0.25 + t ** 2).sqrt().view(-1, 1)
-    out = few_step(exact, basis(3), [80, 2.5, 0.17, 0], "edm", kind)
+    exact = lambda x, t, cond=None: 0.5 * x / (0.25 + t ** 2).sqrt().view(-1, 1)
+    exact.schedule, exact.pred = "edm", "x0"
+    out = few_step(exact, basis(3), [80, 2.5, 0.17, 0], {}, kind)
     assert close(out.norm(), std, rtol=5e-5) and torch.count_nonzero(out) == (3 if kind == "sde" else 1)
     x, t = rollout(exact, basis(3), [80, 2.5, 0.17, 0], "edm", kind, 1)  # before its second call
     assert torch.equal(t, tensor(2.5, 2.5, 2.5))

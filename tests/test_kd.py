@@ -147,8 +147,9 @@ def test_the_next_target_takes_ddim_along_the_path(schedule, ts):
     z = batch["path"][:, 0] / common.alpha_sigma(schedule, ts[0])[1]
     y = {t: method.next_target(batch, *method.state(batch, [*ts], k), [*ts], k, schedule)
          for t, k in zip(ts, torch.arange(3)[:, None].expand(3, 64))}
-    out = common.few_step(lambda x, t: seen.append(x) or y[t[0].item()], lambda k: z, [*ts, 0.0], schedule,
-                          method.SAMPLERS["next"])
+    net = lambda x, t, cond: seen.append(x) or y[t[0].item()]
+    net.schedule, net.pred = schedule, "x0"
+    out = common.few_step(net, lambda k: z, [*ts, 0.0], {}, method.SAMPLERS["next"])
     torch.testing.assert_close(torch.stack(seen, 1), batch["path"])
     torch.testing.assert_close(out, batch["x0"])
 
@@ -164,5 +165,5 @@ def test_a_run_on_pairs_samples_by_its_target_and_is_scored_also_without_them(ca
     assert f"are of --net toy:tiny --teacher {cfg['teacher']}, other weights" in capsys.readouterr().out
     shutil.rmtree(cfg["data"])
     evaluate.main([str(folder), "--samples=20", "--seeds=1"])
-    assert {args[2:] == ([80.0, 2.5, 0.8, 0.4, 0.0], "edm", "ode") for args, _ in calls} == {True}
+    assert {args[2::2] == ([80.0, 2.5, 0.8, 0.4, 0.0], "ode") for args, _ in calls} == {True}
     assert "(kd): 20 samples" in capsys.readouterr().out
