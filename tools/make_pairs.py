@@ -18,11 +18,10 @@ tars that tools/encode.py made, and are read there again in training. FOLDER (or
 Given again it makes what is missing. A folder that was made otherwise is refused.
 """
 import argparse
-import fcntl
 import json
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +33,6 @@ import ckpt, common, data, files, sample, train, trainer  # noqa: E401, E402
 from nets import encoders  # noqa: E402
 
 ORDERS = dict(heun=2, euler=1)
-
-
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
 
 
 @torch.no_grad()
@@ -68,35 +63,31 @@ def solve(net, meta, ids, device, clips=None, texts={}):
 
 def write_meta(folder, meta):
     """Writes meta.json, or raises BadInput where the folder's is another."""
-    local = isinstance(folder, Path)
-    if local:
+    if isinstance(folder, Path):
         sample.make_folder(folder)
-    with open(folder / ".lock", "w") if local else nullcontext() as handle:
-        if local:
-            with suppress(OSError):                     # of a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX)      # of two that start at once one is the first
-        old = data.pairs_meta(folder)
-        for key in [k for k in meta if old and k != "teacher" and old.get(k) != meta[k]]:
-            was, now = ("others" if key == "labels" else v.get(key) for v in (old, meta))
-            raise common.BadInput(f"{folder} holds pairs made with {key} {was}, not {now}; give another "
-                                  f"--out, or the settings of its meta.json")
-        if not old:
-            files.write(folder / "meta.json", lambda f: f.write(f"{json.dumps(meta)}\n".encode()))
+    old = data.pairs_meta(folder)
+    for key in [k for k in meta if old and k != "teacher" and old.get(k) != meta[k]]:
+        was, now = ("others" if key == "labels" else v.get(key) for v in (old, meta))
+        raise common.BadInput(f"{folder} holds pairs made with {key} {was}, not {now}; give another --out, "
+                              f"or the settings of its meta.json")
+    if not old:
+        files.write(folder / "meta.json", lambda f: f.write(f"{json.dumps(meta)}\n".encode()))
 
 
 def missing(folder, meta):
     """Numbers of the shards that are not there, or, on a disk, not whole."""
-    there = {*files.names(folder)}
-
-    def whole(k):
+    todo, there = {*range(-(-meta["pairs"] // meta["shard"]))}, {*files.names(folder)}
+    for k in [k for k in todo if f"{k:07d}.npy" in there]:
         with suppress(common.BadInput):
-            return not isinstance(folder, Path) or data.pairs_shard(folder, meta, k) is not None
-    every = range(-(-meta["pairs"] // meta["shard"]))
-    return [k for k in every if f"{k:07d}.npy" not in there or not whole(k)]
+            if isinstance(folder, Path):
+                data.pairs_shard(folder, meta, k)
+            todo.remove(k)
+    return sorted(todo)
 
 
 def main(argv):
-    parser = argparse.ArgumentParser("make_pairs.py", description=__doc__, formatter_class=Help)
+    parser = argparse.ArgumentParser("make_pairs.py", usage=__doc__,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", required=True, help="folder or URL")
     parser.add_argument("--teacher", default="assets/digits.pth", help="weights, path[#entry]")
     parser.add_argument("--net", default="edm:digits", help="the teacher's, family:size[,option=value]")
@@ -116,9 +107,9 @@ def main(argv):
     device, rank, world, group = sample.start(args.device)
     folder = files.place(args.out)
     common.known("--solver", args.solver, ORDERS)
-    if args.pairs < 2 or min(args.shard, args.batch) < 1:
-        raise common.BadInput(f"--pairs {args.pairs} must be at least 2, --shard {args.shard} and --batch "
-                              f"{args.batch} at least 1")
+    for key, low in dict(pairs=2, shard=1, batch=1, seed=0).items():
+        common.number(f"--{key}", getattr(args, key), low)
+    common.number("--guidance", args.guidance)
     found = data.load(trainer.defaults | dict(data=args.data, net=args.net))
     source = ckpt.resolve(args.teacher)
     with torch.device("meta"):
@@ -130,12 +121,11 @@ def main(argv):
         raise common.BadInput(f"--path_t {args.path_t} must be times that descend from at most {limit:g} "
                               f"(schedule {net.schedule})")
     common.t_list(net.schedule, args.steps)
-    common.number("--guidance", args.guidance)
-    common.number("--seed", args.seed, 0)
     order = data.indices(args.seed, range(args.pairs), len(found))
     labels = found.label[order].tolist() if found.classes else None
     causal = dict(chunk=net.chunk, path_t=[*path_t, 0.0]) if getattr(net, "chunk", 0) else {}
-    told = (lambda ids: found.texts(order[list(ids)])) if hasattr(found, "texts") else lambda ids: {}
+    written = dict(texts=True) if hasattr(found, "texts") else {}
+    told = lambda ids: found.texts(order[list(ids)]) if written else {}                         # noqa: E731
     if "caption" in told([0]) and "cond" not in told([0]):
         raise common.BadInput(f"--data {args.data} has captions, no embeddings; make these first: torchrun "
                               f"tools/encode.py --net {args.net} --data {args.data} --out FOLDER ...")
@@ -143,8 +133,7 @@ def main(argv):
     same = ("pairs", "shard", "seed", "net", "data", "steps", "solver", "guidance")
     meta = {k: getattr(args, k) for k in same} | dict(
         path_t=path_t, schedule=net.schedule, shape=list(net.x_shape), classes=found.classes, labels=labels,
-        teacher=args.teacher, weights={k: source[k] for k in ("entry", "size", "crc")}) | causal | (
-            dict(texts=True) if hasattr(found, "texts") else {})
+        teacher=args.teacher, weights={k: source[k] for k in ("entry", "size", "crc")}) | causal | written
     common.on_rank0(lambda: write_meta(folder, meta), group)
     todo = common.from_rank0(missing(folder, meta) if rank == 0 else None, group)
 
@@ -153,9 +142,8 @@ def main(argv):
     for done, k in enumerate(mine, 1):
         ids = range(k * args.shard, min((k + 1) * args.shard, args.pairs))
         batches = [ids[i:i + args.batch] for i in range(0, len(ids), args.batch)]
-        clips = [torch.stack([*map(clip, some)]) if causal else None for some in batches]
-        rows = np.concatenate([solve(net, meta, some, device, c, told(some))
-                               for some, c in zip(batches, clips)])
+        shown = lambda some: torch.stack([*map(clip, some)]) if causal else None                # noqa: E731
+        rows = np.concatenate([solve(net, meta, some, device, shown(some), told(some)) for some in batches])
         files.write(folder / f"{k:07d}.npy", lambda f: np.save(f, rows))
         if rank == 0:
             print(f"{done}/{len(mine)} files, {time.time() - began:.0f} s", flush=True)
