@@ -5,14 +5,13 @@
     torchrun --nproc_per_node 2 evaluate.py RUN                   the ranks share the sampling; same numbers
 
 One seed is 1,500 samples with the 1,500 training labels. Every figure is the mean and standard deviation over
-the seeds (5 unless told otherwise), printed, and written to eval/N.json of the run with what made it.
+the seeds, printed, and written to eval/N.json of the run with what made it.
     fd         Fréchet distance to the 1,500 training digits in the 64 features of assets/classifier.pth
     agreement  part of the samples in which that classifier sees their label
     nearest    median distance to the nearest training digit (of pixels) as a fraction of the held-out digits'
                median; below 0.8 is memorising
 Beside them stand the fd of halves of the training digits (750 against 750, classes alike) and the figures of
-the 297 held-out ones. Samples are clipped to [-1, 1], not rounded. Other data sets need FID, which this
-version does not have.
+the 297 held-out ones. Samples are clipped to [-1, 1], not rounded. Other data need FID, which is not here.
 
 Of moving digits 1,500 clips, as long as those of the data or --frames, are compared with 1,500 of training:
     fd F       as above, of frame F (from 0), cut to the digit: how it looks, wherever it is
@@ -77,7 +76,6 @@ def digits(split):
 
 def frechet(x, y):
     """|m_x - m_y|^2 + tr(C_x + C_y - 2 (C_x C_y)^(1/2)) of features x (N, D), y (M, D) in float64.
-
     With C = R^T R (R from a QR of the centred features) the trace of the root is the sum of the singular
     values of R_x R_y^T: no root of a nearly singular matrix is taken, and frechet(x, x) is 0 to rounding."""
     def fit(z):
@@ -103,19 +101,19 @@ def classifier():
 class Judge:
     """Scores samples against the training digits; `real` holds the same figures of real digits."""
     columns = ("fd", "fd", None, 3), ("agreement", "agreement", None, 4), ("nearest", "nearest", None, 3)
-    first = frames = None
+    first = None
 
     def __init__(self, seeds):
         self.classifier = classifier()
         self.train, label = digits("train")
         held, held_label = digits("val")
         self.features, self.unit = self.classifier(self.train)[0], nearest(held, self.train)
-        halves = []
-        for seed in range(seeds):                       # classes shuffled, then every other digit
+        def halves(seed):                               # classes shuffled, then every other digit
             order = np.lexsort((np.random.default_rng(seed).permutation(len(label)), label))
-            halves.append(frechet(self.features[order[::2]], self.features[order[1::2]]))
+            return frechet(self.features[order[::2]], self.features[order[1::2]])
         self.real = {
-            "real halves": dict(samples=len(label) // 2, seeds=list(range(seeds))) | spread("fd", halves),
+            "real halves": dict(samples=len(label) // 2, seeds=list(range(seeds))) | spread(
+                "fd", [*map(halves, range(seeds))]),
             "held out": dict(samples=len(held), nearest_distance=self.unit) | self(held, held_label)}
 
     def __call__(self, x0, label):
@@ -151,7 +149,7 @@ class VideoJudge:
     def __init__(self, frames, chunk):
         """chunk: first frames that a causal net is given of the held-out clips, `first`; 0 = it is not."""
         clips = lambda *which: torch.from_numpy(data.clips(*which, frames)[0])                  # noqa: E731
-        self.classifier, self.frames, last = classifier(), frames, frames - 1
+        self.classifier, last = classifier(), frames - 1
         self.train, self.held = clips("train", range(1500)), clips("val", range(297))
         self.first = self.held[:, :, :chunk] if 0 < chunk < frames else None
         self.features = self.look(self.train)[0]
@@ -195,9 +193,9 @@ def spread(key, values):
 # ---- sampling and output ---------------------------------------------------------------------------
 
 def plan(run, args, device):
-    """[(name, net, steps, its calls)] to be scored. A sample of each is drawn: a sampler that refuses a step
-    count does so before the work."""
-    found, names = [], {sample.pick_net(run, n): args.steps for n in args.net.split(",")}
+    """(name, net, steps, its calls) of each to be scored. A sample of each is drawn: a sampler that refuses a
+    step count does so before the work."""
+    names = {sample.pick_net(run, n): args.steps for n in args.net.split(",")}
     if not args.net and "teacher" in run.names:
         names["teacher"] = ""
     for name, given in names.items():
@@ -205,19 +203,17 @@ def plan(run, args, device):
         for steps in sample.numbers("--steps", given or str(sample.own_steps(run, name)), 1001):
             calls = watch.count_calls({name: net})
             next(sample.draw(run, net, name, [0], torch.tensor([0]), steps, 0, 1, device, frames=args.frames))
-            found.append((name, net, steps, len(calls)))
-    return found
+            yield name, net, steps, len(calls)
 
 
 def draw_all(run, net, name, label, steps, seed, args, here, first=None):
     """Samples 0, 1, ... with these labels, drawn by all ranks: (N, *shape)."""
     device, rank, world, group = here
-    ids = list(range(len(label)))
-    mine = sample.draw(run, net, name, ids, label, steps, seed, args.batch, device, rank, world,
-                       frames=args.frames, first=first)
+    mine = sample.draw(run, net, name, list(range(len(label))), label, steps, seed, args.batch, device, rank,
+                       world, frames=args.frames, first=first)
     mine = [(i, x) for part, _, x0 in mine for i, x in zip(part, x0)]
     drawn = dict(sum(common.everyone(mine, group), []))
-    x0 = torch.stack([drawn[i] for i in ids])
+    x0 = torch.stack([drawn[i] for i in range(len(label))])
     if not x0.isfinite().all():
         raise BadInput(f"{name} of checkpoint {run.it} in {run.folder} makes samples that are not "
                        f"finite; score an earlier one with --ckpt")
@@ -245,14 +241,13 @@ def score(run, net, name, steps, judge, args, here):
 def table(run, rows, judge):
     """The rows as text, real data below."""
     def cell(row, key, at, places):
-        if row.get(key) is None:
-            return "-"
-        value, std = ((v if at is None or v is None else v[at]) for v in (row[key], row.get(f"{key}_std")))
-        return f"{value:.{places}f}" + (f" ± {std:.{places}f}" if std is not None else "")
+        value, std = (v if at is None or v is None else v[at] for v in (row.get(key), row.get(f"{key}_std")))
+        return "-" if value is None else f"{value:.{places}f}" + (
+            "" if std is None else f" ± {std:.{places}f}")
     lines = [("net", "steps", "calls", *(head for head, *_ in judge.columns))]
     for row in [*rows, *(dict(net=name) | figures for name, figures in judge.real.items())]:
-        lines.append((row["net"], *(str(row.get(k, "")) for k in ("steps", "calls")),
-                      *(cell(row, *how) for _, *how in judge.columns)))
+        lines.append([*(str(row.get(k, "")) for k in ("net", "steps", "calls")),
+                      *(cell(row, *how) for _, *how in judge.columns)])
     width = [max(map(len, column)) for column in zip(*lines)]
     head = (f"{run.folder} checkpoint {run.it} ({run.state['method']}): {rows[0]['samples']} samples, mean "
             f"± standard deviation of {len(rows[0]['seeds'])} seeds")
@@ -285,7 +280,7 @@ def main(argv):
         shape = sample.shape_of(student, args.frames)
         judge = judge or (Judge(args.seeds) if source == "digits" else
                           VideoJudge(shape[1], getattr(student, "chunk", 0)))
-        rows, todo = [], plan(run, args, device)
+        rows, todo = [], [*plan(run, args, device)]
         sample.make_folder(run.folder / "eval")
         for name, net, steps, calls in todo:
             row = frozen.get((name, steps)) or score(run, net, name, steps, judge, args, here)

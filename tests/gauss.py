@@ -5,17 +5,25 @@ import common
 from run import turn
 
 class Gauss(torch.nn.Module):
-    """The exact prediction; mean 0 for the condition -1."""
+    """The exact prediction, mean 0 where the label is -1; its features are its input. Without common.convert.
+    Parameters are float64: 0-dim, they leave x its own dtype."""
+    n_taps = 1
     def __init__(self, mean, std, schedule="edm", pred="x0", learn=False):
         super().__init__()
-        self.mean, self.std = (torch.nn.Parameter(torch.tensor(v), requires_grad=learn) for v in (mean, std))
+        self.mean, self.std = (torch.nn.Parameter(torch.as_tensor(v, dtype=torch.float64), learn)
+                               for v in (mean, std))
         self.schedule, self.pred, self.sigma_data = schedule, pred, 0.5
 
-    def forward(self, x_t, t, cond={}):
-        alpha, sigma = (common.expand(c, x_t) for c in common.alpha_sigma(self.schedule, t))
-        mean = self.mean * common.expand((cond["label"] >= 0).float(), x_t)
-        x0 = mean + alpha * self.std ** 2 / (alpha ** 2 * self.std ** 2 + sigma ** 2) * (x_t - alpha * mean)
-        return common.convert(self.schedule, x_t, x0, t, "x0", self.pred)
+    def given(self, x, cond):
+        """The mean of each sample, shaped to multiply x."""
+        return common.expand((self.mean * (cond.get("label", torch.tensor(-1)) >= 0)).expand(len(x)), x)
+
+    def forward(self, x_t, t, cond={}, taps=(), stop=False, logvar=False):
+        a, b, da, db = (common.expand(c, x_t) for c in common.curve(self.schedule, t))
+        mean, var = self.given(x_t, cond), a ** 2 * self.std ** 2 + b ** 2
+        x0, eps = mean + a * self.std ** 2 / var * (x_t - a * mean), b / var * (x_t - a * mean)
+        out = dict(x0=x0, eps=eps, v=a * eps - b * x0, flow=da * x0 + db * eps)[self.pred]
+        return dict(out=out, taps=[x_t], logvar=t.log()) if taps or logvar else out
 
 class Affine(Gauss):
     """A one-step student: G(z) = std z + mean."""
@@ -27,9 +35,8 @@ class Exact(Gauss):
     off = 0.0
     def forward(self, x_t, t, cond={}, r=None):
         at = lambda c: common.expand(c, x_t)
-        mean = self.mean * at((cond["label"] >= 0).float())
-        (alpha, sigma), end = common.alpha_sigma(self.schedule, t), torch.zeros_like(t) if r is None else r
-        a, b = common.alpha_sigma(self.schedule, end)
+        mean, end = self.given(x_t, cond), torch.zeros_like(t) if r is None else r
+        (alpha, sigma), (a, b) = (common.alpha_sigma(self.schedule, s) for s in (t, end))
         scale = ((a ** 2 * self.std ** 2 + b ** 2) / (alpha ** 2 * self.std ** 2 + sigma ** 2)).sqrt()
         x_r = at(a) * mean + at(scale) * (x_t - at(alpha) * mean)
         if r is None:
@@ -53,15 +60,6 @@ class Scale(torch.nn.Module):
 def labelled(x0):
     label = torch.zeros(len(x0), dtype=torch.int64)
     return dict(x0=x0, cond=dict(label=label), uncond=dict(label=label - 1))
-
-def optimum(loss, parameter):
-    """Where loss(), a quadratic function of the parameter, is least; the parameter is left there."""
-    grads = []
-    for value in (0.0, 1.0):
-        parameter.data.fill_(value)
-        grads.append(torch.autograd.grad(loss(), parameter)[0])
-    parameter.data.copy_(grads[0] / (grads[0] - grads[1]))
-    return parameter.item()
 
 def fit(method, cfg, nets, std, *shape):
     """max_iter iterations on new data N(0, std^2); -> the student's parameters, mean of the last fifth."""

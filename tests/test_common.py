@@ -1,5 +1,4 @@
-"""Oracles of common.py. Data N(m, s^2) have closed forms for every quantity, in every schedule:
-V = alpha^2 s^2 + sigma^2, denoiser D = m + alpha s^2 (x - alpha m) / V."""
+"""Oracles of common.py, many of them closed forms for data N(m, s^2) in every schedule."""
 import itertools
 import math
 import random
@@ -8,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from common import (KINDS, add_noise, alpha_sigma, alpha_table, convert, curve, denoising_loss, dmd_loss,
-    drop_condition, ema_beta, expand, few_step, gan_loss_d, gan_loss_g, hash_seed, heun, loss_weight,
-    lr_factor, noise_fn, optimizer, parse_ema, predict, r1_approx, rollout, sample_t, seed_default,
-    shared_generator, t_from_ratio, t_list, t_quantile, t_range, train_noise)
+from common import (KINDS, add_noise, alpha_sigma, alpha_table, check_jvp, curve, denoising_loss, dmd_loss,
+    ema_beta, gan_loss_d, gan_loss_g, hash_seed, heun, loss_weight, lr_factor, noise_fn, optimizer, parse_ema,
+    predict, sample_t, seed_default, shared_generator, t_from_ratio, t_list, t_quantile, t_range, train_noise)
+from gauss import Gauss
 from run import refused
 
 f64, nan, inf = torch.float64, math.nan, math.inf
 tensor = lambda *values: torch.tensor(values, dtype=f64)
 randn = lambda *shape, seed=0: torch.randn(shape, dtype=f64, generator=torch.Generator().manual_seed(seed))
+of_class, none = (dict(label=torch.tensor(label)) for label in (0, -1))         # for a batch of any size
 
 @pytest.fixture(params=("edm", "sd", "dit", "cogvideox", "cogvideox2b", "rf", "trig"))
 def schedule(request):
@@ -31,19 +31,6 @@ def close(a, b, rtol=1e-12, atol=0.0):
     a, b = torch.as_tensor(a, dtype=f64), torch.as_tensor(b, dtype=f64)
     return a.shape == b.shape and torch.allclose(a, b, rtol=rtol, atol=atol)
 
-class Gaussian:
-    """The exact net for data N(m, s^2), m = cond["m"] (B,), without convert; remembers its calls."""
-    def __init__(self, schedule, pred, s=0.5):
-        self.schedule, self.pred, self.s, self.sigma_data, self.seen = schedule, pred, s, s, []
-
-    def __call__(self, x, t, cond, **kw):
-        self.seen.append((t, cond))
-        a, b, da, db, m = (expand(v, x) for v in (*curve(self.schedule, t), cond.get("m", 0 * t)))
-        V = a ** 2 * self.s ** 2 + b ** 2
-        x0, eps = m + a * self.s ** 2 * (x - a * m) / V, b * (x - a * m) / V
-        out = dict(x0=x0, eps=eps, v=a * eps - b * x0, flow=da * x0 + db * eps)[self.pred]
-        return dict(out=out, taps=[m], logvar=t.log()) if kw else out
-
 # ---- schedules
 def test_tables_hold_the_published_abar_and_the_other_schedules_end_where_they_should():
     for schedule, abar, atol in (
@@ -53,9 +40,6 @@ def test_tables_hold_the_published_abar_and_the_other_schedules_end_where_they_s
         alpha, sigma = alpha_sigma(schedule, tensor(*abar) / 1000)
         assert close(alpha ** 2, tensor(*abar.values()), 0, atol), schedule
         assert close(alpha ** 2 + sigma ** 2, 1 + 0 * alpha) and t_range(schedule) == (0, 0.999)
-    table = torch.from_numpy(np.sqrt(np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))))
-    assert close(alpha_sigma("dit", torch.arange(1000, dtype=f64) / 1000)[0], table, 0, 1e-14)
-    assert close(alpha_sigma("dit", 0.25025)[0], 0.75 * table[250] + 0.25 * table[251])
     for schedule, *ends in (("edm", (1, 1), (0.002, 80)), ("rf", (1, 0.001), (0, 0.999)),
                             ("trig", (1, 0), (0, 1))):
         assert close(torch.stack(alpha_sigma(schedule, tensor(*t_range(schedule)))), ends, 0, 1e-12)
@@ -74,69 +58,40 @@ def test_primes_are_derivatives_and_t_from_ratio_inverts_sigma_over_alpha(schedu
 
 # ---- predictions
 def test_conversions_and_guidance_are_exact_for_gaussian_data_and_bfloat16_never_touches_t(schedule):
-    t, (x, eps), m, w = times(schedule), randn(2, 4, 2), randn(4), 3.0
+    t, (x, eps), m = times(schedule), randn(2, 4, 2), randn(4)
     a, b, da, db = curve(schedule, t)
     tol = 1e-12 * (1 + (b / a).max() + (da.abs() + db.abs()).max()) ** 2
     assert close(add_noise(schedule, x, eps, t), a[:, None] * x + b[:, None] * eps)
-    for pred, target in itertools.product(KINDS, KINDS):
-        net, exact = Gaussian(schedule, pred), Gaussian(schedule, target)
-        assert close(predict(net, x, t, dict(m=m), target), exact(x, t, dict(m=m)), 0, tol), (pred, target)
-        guided = predict(net, x, t, dict(m=m), target, dict(m=0 * m), w)        # multiplies the mean
-        assert close(guided, exact(x, t, dict(m=w * m)), 0, tol), (pred, target)
-    half, net = (x.bfloat16(), eps.bfloat16()), Gaussian(schedule, "v")
+    for pred, target, w in itertools.product(KINDS, KINDS, (0, 0.5, 1, 3)):     # w multiplies the mean
+        guided = predict(Gauss(m, 0.5, schedule, pred), x, t, of_class, target, none, w)
+        exact = Gauss(w * m, 0.5, schedule, target)(x, t, of_class)
+        assert close(guided, exact, 0, tol), (pred, target, w)
+    half, net = (x.bfloat16(), eps.bfloat16()), Gauss(m, 0.5, schedule, "v")
     with torch.autocast("cpu", torch.bfloat16):
-        x_t, out = add_noise(schedule, *half, t), predict(net, half[0], t, dict(m=m), "x0")
-    assert net.seen[0][0] is t and x_t.dtype == torch.bfloat16 and out.dtype == torch.float32
-    x, eps = half[0].double(), half[1].double()
+        x_t, out = add_noise(schedule, *half, t), predict(net, half[0], t, of_class, "x0")
+    assert x_t.dtype == torch.bfloat16 and out.dtype == torch.float32
+    x, eps = (v.double() for v in half)
     assert close(x_t, add_noise(schedule, x, eps, t), rtol=2 ** -8, atol=1e-5)
-    assert close(out, predict(net, x, t, dict(m=m), "x0"), rtol=1e-6, atol=1e-6)
-
-def test_conversion_stays_finite_and_keeps_its_sign_where_a_denominator_vanishes():
-    one, end = torch.ones(1, 1), tensor(0.999)
-    assert close(convert("edm", 2 * one, one, tensor(0), "x0", "eps"), 1e6 * one, 1e-6)
-    assert close(convert("cogvideox", 2 * one, one, end, "eps", "x0"), 1e6 * one, 1e-6)
-    assert close(convert("cogvideox", one, -one, end, "v", "x0"), one)  # v has no such place
-
-# ---- guidance, conditions
-def test_guidance_costs_two_passes_only_where_it_must():
-    for guidance, passes in (0, [0]), (0.5, [1, 0]), (1, [1]), (2, [1, 0]):
-        net = Gaussian("rf", "flow")
-        predict(net, tensor(1.0), tensor(0.5), dict(m=tensor(1)), "x0", dict(m=tensor(0)), guidance)
-        assert [c["m"].item() for _, c in net.seen] == passes
-
-def test_condition_dropout_replaces_whole_samples():
-    cond = dict(label=torch.arange(1000), text=torch.ones(1000, 3), image=torch.ones(1000, 4))
-    uncond = {k: torch.full_like(v, -1) for k, v in cond.items()}
-    seed_default(0)
-    out = drop_condition(cond, uncond, 0.3, keep=("image",))
-    kept = out["label"] == cond["label"]
-    assert 0.65 < kept.float().mean() < 0.75 and torch.equal(kept, out["label"] != -1)
-    assert torch.equal(out["text"][:, 0], 2.0 * kept - 1) and torch.equal(out["image"], cond["image"])
+    assert close(out, predict(net, x, t, of_class, "x0"), rtol=1e-6, atol=1e-6)
 
 # ---- times
-@pytest.mark.parametrize("mean, std", [(-1.2, 1.2), (3.0, 2.0)])
-def test_lognormal_quantiles_are_those_of_the_truncated_normal_and_draws_are_quantiles(mean, std):
-    u = torch.linspace(0, 0.999, 50, dtype=f64)
-    how = dict(dist="lognormal", schedule="edm", mean=mean, std=std)
-    below = lambda t: 0.5 * torch.erfc((mean - t.log()) / std / 2 ** 0.5)
-    lo, hi = below(tensor(0.002, 80.0))
-    assert close((below(t_quantile(u, **how)) - lo) / (hi - lo), u, 1e-9, 1e-12)
-    seed_default(3)
-    t = sample_t(999, device="cpu", **how)
-    seed_default(3)                     # of the default generator, in float64
-    assert t.dtype == f64 and torch.equal(t, t_quantile(torch.rand(999, dtype=f64), **how))
-
 @pytest.mark.parametrize("dist, schedule, params, u, t", [
     ("uniform", "rf", {}, (0, 0.25, 1), (0, 0.24975, 0.999)),
     ("shifted", "rf", dict(shift=5.0, t_min=0.001), (0, 0.249 / 0.998, 1), (5 / 1004, 0.625, 0.999)),
     ("logitnormal", "sd", dict(mean=-0.4, t_min=0.001, t_max=0.901), (0, 0.5, 0.8413447460685429),
      (0.001, 0.001 + 0.9 / (1 + math.exp(0.4)), 0.001 + 0.9 / (1 + math.exp(-0.6)))),
+    ("lognormal", "edm", dict(mean=-1.2, std=1.2), (0, 0.1, 0.9), (0.002, 0.0647143, 1.401947)),
+    ("lognormal", "edm", dict(mean=3.0, std=2.0), (0, 0.5, 0.9), (0.002, 10.766951, 51.09656)),
     ("logt", "edm", dict(mean=0.0, std=0.2, df=0.01, t_min=1.0), (0.1, 0.25, 0.5, 0.75, 0.9),
      (1.01267, 1.04298, 1.22115, 2.52355, 10.44437)),
     ("polynomial", "edm", {}, (0, 0.5, 1 - 1e-12), (0.0021015, 2.5265, 79.564))])
-def test_quantiles_of_the_other_distributions(dist, schedule, params, u, t):
-    rtol = dict(polynomial=1e-3, logt=5e-6).get(dist, 1e-9)
+def test_quantiles_are_those_of_the_distribution_and_draws_are_quantiles(dist, schedule, params, u, t):
+    rtol = dict(polynomial=1e-3, logt=5e-6, lognormal=1e-6).get(dist, 1e-9)
     assert close(t_quantile(tensor(*u), dist, schedule, **params), tensor(*t), rtol)
+    seed_default(3)
+    drawn = sample_t(99, dist, schedule, "cpu", **params)
+    seed_default(3)                     # of the default generator, in float64
+    assert torch.equal(drawn, t_quantile(torch.rand(99, dtype=f64), dist, schedule, **params))
 
 def test_step_lists():
     assert close(t_list("rf", 4), [0.999, 0.74925, 0.4995, 0.24975, 0])
@@ -145,37 +100,28 @@ def test_step_lists():
     assert close(t_list("edm", 8), edm8, rtol=2e-3)
     assert t_list("rf", 2, (0.999, 0.5)) == t_list("rf", 2, (0.999, 0.5, 0)) == [0.999, 0.5, 0.0]
 
-@pytest.mark.parametrize("says, f, args", [
-    ("--t_list", t_list, ("rf", 2, (0.5, 0.999))), ("--t_list", t_list, ("rf", 2, (nan, 0.5))),
-    ("needs 0 <= t_min", lambda t_max: t_quantile(tensor(0.5), "uniform", "rf", t_max=t_max), (1.5,)),
-    ("lr_schedule", lr_factor, ("cosine:nan", 0, 0, 10)), ("ema entry", parse_ema, ("ema:power=0.5",)),
-    ("negative condition", predict, (Gaussian("rf", "x0"), tensor(1), tensor(0.5), {}, "x0", {}, 2)),
-    ("--betas", lambda betas: optimizer([torch.zeros(1)], betas=betas), ((0.9, nan),))])
-def test_what_would_train_wrong_is_refused_by_name(says, f, args):
-    refused(f, *args, says=[says])
+@pytest.mark.parametrize("says, f", [
+    ("--t_list", lambda: t_list("rf", 2, (0.5, 0.999))), ("--t_list", lambda: t_list("rf", 2, (nan, 0.5))),
+    ("needs 0 <= t_min", lambda: t_quantile(tensor(0.5), "uniform", "rf", t_max=1.5)),
+    ("lr_schedule", lambda: lr_factor("cosine:nan", 0, 0, 10)),
+    ("ema entry", lambda: parse_ema("ema:power=0.5")),
+    ("negative condition", lambda: predict(Gauss(0, 1), tensor(1), tensor(0.5), {}, "x0", {}, 2)),
+    ("--betas", lambda: optimizer([torch.zeros(1)], betas=(0.9, nan))),
+    ("--jvp difference or", lambda: check_jvp("apart", "fsdp", "")), ("--amp", lambda: check_jvp(
+        "difference", "fsdp", "bf16"))])
+def test_what_would_train_wrong_is_refused_by_name(says, f, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")     # which lacks forward mode under shards
+    refused(f, says=[says])
 
 # ---- samplers
-def basis(n):
-    """noise(k) = k-th unit vector along the batch: a linear sampler returns its coefficients of them."""
-    return lambda k: torch.eye(n, dtype=f64)[k].view(n, 1)
-
-@pytest.mark.parametrize("kind, std", [("sde", 0.5), ("ode", 0.70860)])
-def test_few_steps_of_the_exact_consistency_function(kind, std):
-    exact = lambda x, t, cond=None: 0.5 * x / (0.25 + t ** 2).sqrt().view(-1, 1)
-    exact.schedule, exact.pred = "edm", "x0"
-    out = few_step(exact, basis(3), [80, 2.5, 0.17, 0], {}, kind)
-    assert close(out.norm(), std, rtol=5e-5) and torch.count_nonzero(out) == (3 if kind == "sde" else 1)
-    x, t = rollout(exact, basis(3), [80, 2.5, 0.17, 0], "edm", kind, 1)  # before its second call
-    assert torch.equal(t, tensor(2.5, 2.5, 2.5))
-    assert close(x.norm(), math.hypot(0.5, 2.5) if kind == "sde" else 0.5 + 2.5 * (1 - 0.5 / 80), 1e-4)
-
 def test_heun_converges_to_the_guided_ode_map_of_every_schedule(schedule):
     m, w, (alpha, sigma) = 0.3, 2.0, alpha_sigma(schedule, t_range(schedule)[1])
     exact = w * m + 0.5 * (sigma - alpha * w * m) / (0.25 * alpha ** 2 + sigma ** 2).sqrt()
-    net = Gaussian(schedule, "v" if schedule[:3] == "cog" else "eps")
-    cond, uncond = dict(m=tensor(m)), dict(m=tensor(0))
-    errors = [abs(heun(net, basis(1), cond, n, uncond, w).item() - exact) for n in (50, 200)]
-    assert errors[0] < 0.06 and errors[1] < 0.4 * errors[0] and len(net.seen) == 2 * (99 + 399)
+    net, calls = Gauss(m, 0.5, schedule, "v" if schedule[:3] == "cog" else "eps"), []
+    net.register_forward_pre_hook(lambda *_: calls.append(1))
+    one = lambda k: torch.ones(1, 1, dtype=f64)
+    errors = [abs(heun(net, one, of_class, n, none, w).item() - exact) for n in (50, 200)]
+    assert errors[0] < 0.06 and errors[1] < 0.4 * errors[0] and len(calls) == 2 * (99 + 399)
 
 # ---- losses
 def test_weights_turn_each_loss_into_the_others_for_any_predictor(schedule):
@@ -189,18 +135,12 @@ def test_weights_turn_each_loss_into_the_others_for_any_predictor(schedule):
         assert loss.shape == (4,) and close(loss, denoising_loss(net, x0, t, eps, {}, *same), rtol=1e-10)
     error = (predict(net, add_noise(schedule, x0, eps, t), t, {}, "x0") - x0).square().mean((1, 2))
     assert close(denoising_loss(net, x0, t, eps, {}, "x0", "unit"), error)
-    weigh = lambda name, pred="x0": loss_weight(name, schedule, t, pred, 0.5)
-    assert close(weigh("snr"), a ** 2 / b ** 2)
-    assert close(weigh("min_snr:5", "eps"), (a / b).square().clamp(max=5) * (b / a) ** 2)
-
-def test_weights_of_edm_and_k_diffusion_on_the_raw_network_and_a_log_variance_head():
-    t, s = times("edm"), 0.75
-    on_F = lambda name: loss_weight(name, "edm", t, "x0", s) * (t * s) ** 2 / (t ** 2 + s ** 2)
-    assert close(on_F("edm"), torch.ones(4)) and close(on_F("snr"), s ** 2 / (t ** 2 + s ** 2))
-    assert close(on_F("soft_min_snr"), (t * s) ** 2 / (t ** 2 + s ** 2) ** 2)
-    (x0, eps), net = randn(2, 4, 1), Gaussian("edm", "x0")
-    plain = denoising_loss(net, x0, t, eps, {})
-    assert close(denoising_loss(net, x0, t, eps, {}, logvar=True), plain / t + t.log())
+    weigh, snr, data = lambda name: loss_weight(name, schedule, t, "x0", 0.75), (a / b) ** 2, 0.75 ** 2
+    assert close(weigh("snr"), snr) and close(weigh("min_snr:5"), snr.clamp(max=5))
+    assert close(weigh("edm"), snr + 1 / data) and close(weigh("soft_min_snr"), 1 / (1 / snr + data))
+    net = Gauss(0, 0.5, schedule)
+    plain, learned = (denoising_loss(net, x0, t, eps, {}, **kw) for kw in ({}, dict(logvar=True)))
+    assert close(learned, plain / t + t.log())          # the net's log-variance is ln t
 
 def test_dmd_gradient_is_the_normalised_score_difference_exactly():
     x, teacher, fake = 100 * randn(3, 2, 3, 4).float()
@@ -212,16 +152,10 @@ def test_dmd_gradient_is_the_normalised_score_difference_exactly():
     assert close(x.grad, grad / x.numel(), rtol=1e-6) and teacher.grad is None and fake.grad is None
     assert close(loss.item(), 0.5 * grad.double().square().mean().item(), rtol=1e-5)
 
-def test_gan_losses_are_means_of_softplus_or_hinge_and_r1_approximates_the_slope():
-    zero, softplus = torch.zeros(7, 3), lambda x: math.log(1 + math.exp(x))
-    assert close(gan_loss_g(tensor(1, -2)), (softplus(-1) + softplus(2)) / 2)
-    assert close(gan_loss_d(tensor(2, 0.5), tensor(-3, 1)),
-                 (softplus(-2) + softplus(-0.5) + softplus(-3) + softplus(1)) / 2)
-    assert gan_loss_d(zero, zero, "hinge") == 2 and gan_loss_g(zero + 3, "hinge") == -3
-    # R1 of a linear discriminator is its squared slope
-    a, x_t = randn(6), 5 * randn(200_000, 6, seed=1)
-    r1 = r1_approx(x_t @ a, (x_t + 0.1 * randn(200_000, 6, seed=2)) @ a)
-    assert close(r1.item(), 0.01 * a.square().sum().item(), rtol=0.01)
+def test_gan_losses_are_means_of_softplus_or_hinge():
+    real, fake = tensor(2, 0.5), tensor(-3, 1)
+    for kind, g, d in (("softplus", 1.68092452, 0.98142702), ("hinge", 1.0, 1.25)):
+        assert close([gan_loss_g(fake, kind), gan_loss_d(real, fake, kind)], [g, d], rtol=1e-8)
 
 # ---- rates
 @pytest.mark.parametrize("warmup, total, floor", [(0, 100, 0.0), (10, 100, 0.1), (5, 6, 0.1)])
@@ -240,19 +174,16 @@ def test_power_ema_keeps_the_profile_of_its_width_and_a_half_life_halves_and_ram
     product = math.prod(ema_beta("ema:half_kimg=2", n, 20) for n in range(5001, 5101))  # 2000 images
     assert close([product, ema_beta("ema:half_kimg=500", 10, 20)], [0.5, 0.25])  # 20 images, 5 % of 200: 10
 
-# ---- randomness, nets, optimizers
+# ---- randomness
 def test_seeds_of_different_keys_never_meet():
     keys = [*itertools.product(range(3), range(40), range(8)), (5,), (5, 0), ("5",), (-1,), (2 ** 32,)]
     seeds = {hash_seed(*k) for k in keys}
     assert len({s % 2 ** 32 for s in seeds}) == len(keys) and max(seeds) < 2 ** 63  # the CPU uses 32 bits
     assert hash_seed("shared", 0, 7) == 3972310823936059529  # runs and samples depend on it for ever
 
-def test_noise_of_a_sample_depends_on_seed_id_and_k_alone_and_that_of_training_on_the_reseed():
+def test_noise_differs_by_k_and_that_of_training_depends_on_the_reseed_alone():
     noise = noise_fn(3, torch.tensor([7, 2, 11]), (1, 2, 2), "cpu")
-    for k in (1, 0):  # whatever was drawn before, with whatever else in the batch
-        assert torch.equal(noise_fn(3, [11, 7], (1, 2, 2), "cpu")(k), noise(k)[[2, 0]])
-    for other in noise(1), noise_fn(4, [7, 2, 11], (1, 2, 2), "cpu")(0), noise(0)[[1, 2, 0]]:
-        assert not (other == noise(0)).any()
+    assert not (noise(1) == noise(0)).any() and noise(1) is noise(1)
     def draws():
         seed_default(hash_seed(0, 5, 1))
         noise, numbers = train_noise((4, 2), "cpu"), [np.random.rand(), random.random()]

@@ -8,28 +8,15 @@ import common
 import run
 from gauss import Affine, Gauss, fit, labelled
 from nets.discriminators import DensityRatio
-from run import batch_of, differing, load, nets_of, one_step, phases, refused, saved, setup, spy
+from run import batch_of, differing, load, nets_of, one_step, phases, refused, setup, spy
 
-# f with D_f(p, q) = E_q[f(p / q)]; d D_f / dq of N(0, 0.8^2) against N(0, q^2) at q = 1, noised with
-# alpha 0.8, sigma 0.6; E_q[h] of teacher and student, noised alike
+# f with D_f(p, q) = E_q[f(p / q)]
 DIVERGENCES = dict(
-    rkl=(lambda r: -r.log(), 0.191601, 1.0),
-    kl=(lambda r: r * r.log(), 0.147456, 1.0),
-    js=(lambda r: r * r.log() - (r + 1) * ((r + 1) / 2).log(), 0.0813718, 0.484588),
-    sf=(lambda r: (r + 1) * (0.5 + 0.5 / r).log(), 0.110229, 0.515412),
-    neyman=(lambda r: (1 - r) ** 2 / r, 0.573235, 2 * 1.380182),
-    sh=(lambda r: (1 - r.sqrt()) ** 2, 0.0829719, 0.983158 / 2),
-    jf=(lambda r: (r - 1) * r.log(), 0.339057, 2.0))
+    rkl=lambda r: -r.log(), kl=lambda r: r * r.log(), jf=lambda r: (r - 1) * r.log(),
+    js=lambda r: r * r.log() - (r + 1) * ((r + 1) / 2).log(), sf=lambda r: (r + 1) * (0.5 + 0.5 / r).log(),
+    neyman=lambda r: (1 - r) ** 2 / r, sh=lambda r: (1 - r.sqrt()) ** 2)
 T = math.acos(0.8)                                      # trig: alpha 0.8, sigma 0.6
-AT = dict(t_list=(), t_dist="uniform", t_min=T, t_max=T + 1e-9)
-DM_AT = dict(dm_t_dist="uniform", dm_t_min=T, dm_t_max=T + 1e-9)
-
-class Seen(Gauss):
-    """Its features are its input."""
-    n_taps = 1
-    def forward(self, x_t, t, cond={}, taps=(), stop=False):
-        out = super().forward(x_t, t, cond)
-        return dict(out=out, taps=[x_t]) if taps else out
+AT = dict(t_dist="uniform", t_min=T, t_max=T + 1e-9)
 
 class Critic(torch.nn.Module):
     """log p / q of teacher and student at alpha 0.8, sigma 0.6: a head per element, or one for their sum."""
@@ -49,19 +36,18 @@ class Heads(torch.nn.Linear):
 
 def gaussians(name, shape=(4096, 1, 1, 1), q=0.9, mean=0.0, **changes):
     """(method, cfg, nets, batch): a student q z, the exact scores and the exact critic."""
-    at = dict(AT, weight_decay=0.0, lr_schedule="constant", warmup=0) | ({} if name == "ladd" else DM_AT)
-    method, cfg = setup(name, **at | changes)
-    student, fake = Affine(0.0, q, "trig", learn=True), Seen(0.0, q, "trig", learn=True)
-    held = dict(student=student, teacher=Seen(mean, 0.5, "trig"), fake_score=fake,
+    at = AT | ({} if name == "ladd" else {f"dm_{key}": value for key, value in AT.items()}) | changes
+    method, cfg = setup(name, t_list=(), weight_decay=0.0, lr_schedule="constant", warmup=0, **at)
+    student, fake = (kind(0.0, q, "trig", learn=True) for kind in (Affine, Gauss))
+    held = dict(student=student, teacher=Gauss(mean, 0.5, "trig"), fake_score=fake,
                 discriminator=Critic(fake, name == "f_distill"), ratio=DensityRatio(1, 0.0))
     return method, cfg, held, labelled(0.5 * torch.randn(shape, generator=torch.manual_seed(0)))
 
 # ---- DMD2
-def test_dmd2_has_five_turns_of_the_fake_score_before_each_of_the_student(outputs, capsys):
+def test_dmd2_has_five_turns_of_the_fake_score_before_each_of_the_student(capsys):
     turns = [load("dmd2").phase(it, dict(update_ratio=5)) for it in range(60)]
     assert turns == (["fake"] * 5 + ["student"]) * 10   # FastGen: 4, with the student first
-    method, cfg = setup("dmd2", max_iter=5)
-    run.run(method, cfg)
+    run.run(*setup("dmd2", max_iter=5))
     assert "--max_iter 5 ends before the first turn of phase 'student'" in capsys.readouterr().out
 
 @pytest.mark.parametrize("q, slope", [(0.9, 0.254224), (0.5, 0.0)])
@@ -81,7 +67,6 @@ def test_dmd2_multi_step_input_is_the_students_own_or_noised_data(kind):
     """Under autocast every weight has a gradient: what was cast without one is not used again."""
     method, cfg = setup("dmd2", steps=2, student_input=kind, gan_weight=0.0, t_list=(), update_ratio=1)
     nets, ts, calls, exits = nets_of(method, cfg), common.t_list("edm", 2), [], set()
-    nets["fake_score"].out.weight.data.mul_(1.1)
     nets["student"].register_forward_pre_hook(
         lambda net, args: calls.append((torch.is_grad_enabled(), args[0].detach(), args[1].tolist())))
     for it in range(1, 20, 2):
@@ -91,27 +76,25 @@ def test_dmd2_multi_step_input_is_the_students_own_or_noised_data(kind):
             with torch.autocast("cpu", torch.bfloat16):
                 grads = one_step(method, nets, cfg, it, batch | dict(x0=x0))[2]
             assert len(grads) == len([*nets["student"].parameters()])
-            *before, (grad, x_t, t) = calls
-            inputs.append(x_t)
-        assert grad and not any(grad for grad, *_ in before)
+            inputs.append(calls[-1][1])
+        n = len(calls) - 1
+        assert [grad for grad, *_ in calls] == [False] * n + [True]
         assert torch.equal(*inputs) == (kind == "simulation")           # does it depend on the data?
         if kind == "simulation":
-            assert [t for *_, t in calls] == [[ts[k]] * 8 for k in range(len(calls))]
-            assert len(before) == torch.randint(2, (), generator=common.shared_generator(cfg["seed"], it))
-        exits |= {*t}
+            assert n == torch.randint(2, (), generator=common.shared_generator(cfg["seed"], it))
+            assert [t for *_, t in calls] == [[ts[k]] * 8 for k in range(n + 1)]
+        exits |= {*calls[-1][2]}
     assert exits == {*ts[:-1]}
 
-def test_dmd2_generates_alike_in_training_and_sampling_with_the_steps_it_was_trained_for():
-    """Backward simulation to the last step is the sampler: same noise, same result."""
+def test_dmd2_generates_in_training_as_its_sampler_does():
+    """Backward simulation to the last step: same noise, same result."""
     method, cfg = setup("dmd2", steps=3)
     batch, student = batch_of(cfg), nets_of(method, cfg)["student"]
     it = next(i for i in range(99) if torch.randint(3, (), generator=common.shared_generator(0, i)) == 2)
     common.seed_default(5)
     x = method.generate(student, batch, it, cfg)
     common.seed_default(5)
-    noise = common.train_noise(x.shape, "cpu")
-    assert torch.equal(x, method.sample(student, noise, batch, cfg, 3))
-    refused(method.sample, student, noise, batch, cfg, 4, says=["trained for 3 steps", "--steps 4"])
+    assert torch.equal(x, method.sample(student, common.train_noise(x.shape, "cpu"), batch, cfg, 3))
 
 # ---- f-distill
 def test_rkl_is_dmd2_bit_for_bit():
@@ -127,42 +110,37 @@ def test_rkl_is_dmd2_bit_for_bit():
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_h_makes_the_gradient_of_its_divergence(name):
-    f, slope, mean = DIVERGENCES[name]
-    h, x = load("f_distill").weights[name], torch.linspace(-10, 10, 40001, dtype=torch.float64)
+    """d D_f / dq of N(0, 0.8^2) against N(0, q^2) at q = 1, noised with alpha 0.8, sigma 0.6."""
+    f, h = DIVERGENCES[name], load("f_distill").weights[name]
+    x = torch.linspace(-10, 10, 40001, dtype=torch.float64)
     density = lambda v: torch.exp(-x ** 2 / (2 * v)) / (2 * math.pi * v) ** 0.5
-    over = lambda y: torch.trapezoid(y, x).item()
-    v, p = 0.64 * 0.64 + 0.36, density(0.64 * 0.64 + 0.36)
-    ours = over(density(1.0) * h(p / density(1.0)) * (x / v - x) * 0.64 * x)
-    below, above = (over(q * f(p / q)) for q in (density(0.64 * q ** 2 + 0.36) for q in (1 - 1e-4, 1 + 1e-4)))
-    assert ours == pytest.approx(slope, rel=1e-5) == pytest.approx((above - below) / 2e-4, rel=1e-4)
-    assert over(density(0.8784) * h(density(0.52) / density(0.8784))) == pytest.approx(mean, rel=1e-5)
-    rises = h(torch.linspace(0.1, 20, 50)).diff().sign().unique().tolist()
-    assert rises == [dict(rkl=0.0, sf=-1.0, neyman=-1.0).get(name, 1.0)]
+    var = lambda q: 0.64 * q ** 2 + 0.36
+    of = lambda q, y: torch.trapezoid(density(var(q)) * y(density(var(0.8)) / density(var(q))), x).item()
+    ours = of(1, lambda r: h(r) * (x / var(0.8) - x) * 0.64 * x)
+    below, above = (of(q, f) for q in (1 - 1e-4, 1 + 1e-4))
+    assert ours == pytest.approx((above - below) / 2e-4, rel=1e-4)
 
 @pytest.mark.parametrize("name", [n for n in DIVERGENCES if n != "rkl"])
 def test_dm_is_weighed_by_h_of_the_ratio_at_its_own_noised_sample(name, monkeypatch):
     method, cfg, held, batch = gaussians("f_distill", divergence=name, ratio_min=1e-6, ratio_max=1e6,
                                          gan_weight=0.0)
-    losses, noised, weight = spy(monkeypatch, common, "dmd_loss"), spy(monkeypatch, common, "add_noise"), {}
+    losses, noised = (spy(monkeypatch, common, f) for f in ("dmd_loss", "add_noise"))
+    h = load("f_distill").weights[name]
     for bins in (0, 1):
         method.step(held, batch, 5, cfg | dict(ratio_bins=bins))
-        x_t = noised[-1][1].flatten()
-        r = torch.exp(0.5 * math.log(0.8784 / 0.52) + 0.5 * x_t ** 2 * (1 / 0.8784 - 1 / 0.52))
-        weight[bins] = load("f_distill").weights[name](r / r.mean() if bins else r)
-    torch.testing.assert_close(losses[0][0][3], weight[0])
-    torch.testing.assert_close(losses[1][0][3], weight[1] / weight[1].mean())   # whose mean is 1
+        r = held["discriminator"]([noised[-1][1]])[:, 0].exp()
+        weight = h(r / r.mean()) if bins else h(r)
+        torch.testing.assert_close(losses[-1][0][3], weight / weight.mean() if bins else weight)
 
-@pytest.mark.parametrize("schedule, dist", [
-    ("edm", "polynomial"), ("edm", "lognormal"), ("edm", "logt"), ("rf", "shifted"), ("sd", "logitnormal")])
-def test_as_many_samples_fall_into_every_bin(schedule, dist):
-    t = common.sample_t(20000, dist, schedule, "cpu")
-    bins = common.t_bin(t, 10, dist=dist, schedule=schedule)
-    assert bins.bincount(minlength=10).tolist() == pytest.approx([2000] * 10, rel=0.1)
-    assert (bins[t.argsort()].diff() >= 0).all()
+def test_as_many_samples_fall_into_every_bin_in_the_order_of_t():
+    for dist, schedule in dict(polynomial="edm", lognormal="edm", shifted="rf", logitnormal="sd").items():
+        t = common.sample_t(20000, dist, schedule, "cpu").sort().values
+        bins = common.t_bin(t, 10, dist=dist, schedule=schedule)
+        assert bins.bincount(minlength=10).tolist() == pytest.approx([2000] * 10, rel=0.1)
+        assert (bins.diff() >= 0).all()
 
 def test_ratios_are_divided_by_running_means_that_move_with_gradients_only():
-    net = DensityRatio(3, 0.75)
-    r, bins = torch.tensor([2.0, 4.0, 1.0]), torch.tensor([0, 0, 2])
+    net, r, bins = DensityRatio(3, 0.75), torch.tensor([2.0, 4.0, 1.0]), torch.tensor([0, 0, 2])
     with torch.no_grad():
         torch.testing.assert_close(net(r, bins), torch.tensor([2 / 1.5, 4 / 1.5, 1.0]))
     assert net.means.tolist() == [1, 1, 1]
@@ -175,10 +153,9 @@ def train_f_distill(**changes):
     result = run.run(*setup("f_distill", ratio_bins=3, update_ratio=1, max_iter=8, lr_disc=0.1, **changes))
     return {n: dict(result.nets[n].state_dict()) for n in ("student", "ratio")}
 
-def test_its_means_survive_a_resume_are_the_same_on_every_rank_and_unmoved_by_validation(outputs, capsys):
+def test_its_means_survive_a_resume_are_the_same_on_every_rank_and_unmoved_by_validation(capsys):
     plain = train_f_distill(name="plain", val_every=1)
     train_f_distill(name="again", stop_at=4)
-    assert not torch.equal(saved(outputs / "again", 4)["nets"]["ratio"]["means"], torch.ones(3))
     assert differing(train_f_distill(name="again"), plain) == []
     ours, others = run.ranks(2, train_f_distill)
     assert differing(ours, others) == [] and not torch.equal(ours["ratio"]["means"], torch.ones(3))

@@ -1,5 +1,4 @@
 """Knowledge distillation: the pairs that tools/make_pairs.py makes, what refuses them, the closed forms."""
-import math
 import shutil
 from pathlib import Path
 
@@ -13,39 +12,32 @@ import evaluate
 import make_pairs
 import run
 import trainer
-from gauss import Affine, Exact, Gauss, labelled, optimum
+from gauss import Exact, Gauss, labelled
 from nets import encoders
 from run import load, refused, setup, spy
 
 # ---- the pair maker
-def solved(net, **meta):
-    """x at the times of the path, x0: each (4, 1, 8, 8)."""
-    meta = dict(labels=[0] * 4, classes=10, seed=0, shape=(1, 8, 8), guidance=1.0, solver="heun") | meta
-    return torch.from_numpy(make_pairs.solve(net, meta, range(4), "cpu")).double().unbind(1)
-
 @pytest.mark.parametrize("schedule, solver, known", [
     ("edm", "heun", {5: 0.0157236, 10: 0.00762248, 18: 0.00659531, 40: 0.00631096, 80: 0.00626432}),
     ("rf", "euler", {2: 0.2, 4: 0.34054, 50: 0.485397}), ("rf", "heun", {}), ("edm", "euler", {})])
 def test_a_teacher_of_gaussian_data_maps_by_the_product_of_its_steps(schedule, solver, known):
     pred, start = dict(edm=("x0", 80.0), rf=("flow", 1.0))[schedule]
-    net, path_t = Gauss(0.0, 0.5, schedule, pred), [start, 0.7, 0.3]
+    def solved(mean=0.0, **meta):
+        """x at the times of the path, x0: each (4, 1, 8, 8)."""
+        meta = dict(labels=[0] * 4, classes=10, seed=0, shape=(1, 8, 8), guidance=1.0, solver=solver) | meta
+        pairs = make_pairs.solve(Gauss(mean, 0.5, schedule, pred), meta, range(4), "cpu")
+        return torch.from_numpy(pairs).double().unbind(1)
     for steps, factor in known.items():
-        x, x0 = solved(net, steps=steps, solver=solver, path_t=[start])
+        x, x0 = solved(steps=steps, path_t=[start])
         assert x.std() == pytest.approx(start, rel=0.2)                         # the noise is scaled
         assert torch.allclose(x0, factor * x, rtol=5e-6, atol=1e-6)
-    x, *states, _ = solved(net, steps=200, solver=solver, path_t=path_t)
+    x, *states, _ = solved(steps=200, path_t=(path_t := [start, 0.7, 0.3]))
     alpha, sigma = common.alpha_sigma(schedule, torch.tensor(path_t, dtype=torch.float64))
     v = torch.hypot(alpha / 2, sigma)                   # the exact ODE keeps x / v
     for state, ratio in zip(states, v[1:] / v[0], strict=True):
         assert torch.allclose(state, ratio * x, rtol=1e-2)
-
-def test_guidance_is_in_the_pairs_and_two_points_are_reached():
-    x, x0 = solved(Gauss(0.4, 0.5), steps=40, path_t=[80.0], guidance=2.0)      # of N(w m, s^2)
-    assert torch.allclose(x0, 0.8 + 0.5 / math.hypot(0.5, 80) * (x - 0.8), atol=0.02)
-    net = Gauss(0.0, 0.5)
-    net.forward = lambda x, t, cond: torch.tanh(x / common.expand(t, x) ** 2)
-    x, x0 = solved(net, steps=300, path_t=[80.0])
-    assert torch.allclose(x0, x.sign(), atol=1e-3)
+    x, x0 = solved(0.4, steps=200, path_t=[start], guidance=2.0)                # of N(w m, s^2)
+    assert torch.allclose(x0, 0.8 + 0.5 / v[0] * (x - alpha[0] * 0.8), atol=0.1)
 
 def make(folder, *argv):
     """7 files of 50 pairs; -> {name: bytes} of what is in the folder."""
@@ -68,9 +60,8 @@ def test_what_is_there_is_kept_and_a_folder_made_otherwise_is_refused(tmp_path, 
     assert make(folder) == whole and len(whole) == 8 and len(calls) == 4    # the batches of two files
     torch.save({k: v + 1 for k, v in torch.load(run.teacher("toy:tiny")).items()}, other)
     for option, words in (("--guidance=2", "with guidance 1.0, not 2.0"),
-                          ("--path_t=2,3", "--path_t 2,3 must"),
-                          ("--path_t=1001", "at most 1000 (schedule edm)"),
-                          (f"--teacher={other}", "with weights"), ("--seed=1", "with seed 0")):
+                          ("--path_t=2,3", "--path_t 2,3 must"), (f"--teacher={other}", "with weights"),
+                          ("--path_t=1001", "at most 1000 (schedule edm)")):
         refused(make, folder, option, says=[words])
     assert make(folder) == whole
 
@@ -96,10 +87,10 @@ def test_pairs_that_are_not_the_students_are_one_sentence(outputs):
     for changes, word in (
             (dict(data="digits"), "tools/make_pairs.py --net toy:tiny"),
             (dict(data="nowhere"), "make_pairs.py --net toy:tiny --data DATA --teacher PATH --out nowhere"),
-            (dict(guidance=2.0), "guidance 1.0"),
-            (dict(val_every=5, val_data="digits"), "kd trains on pairs"), (dict(xflip=True), "--xflip"),
+            (dict(guidance=2.0), "guidance 1.0"), (dict(xflip=True), "--xflip"),
+            (dict(val_every=5, val_data="digits"), "kd trains on pairs"),
             (dict(net="toy:tiny,schedule=rf,pred=flow", t_list=(0.9,)), "schedule edm, this run has rf"),
-            (dict(val_settings=("steps=2;t_list=80,3",)), "80.0, 3.0"), (dict(steps=5), "--steps 5"),
+            (dict(val_settings=("steps=2;t_list=80,3",)), "80.0, 3.0"),
             (dict(t_list=(2.5,)), "--path_t 2.5")):
         refused(trainer.train, method, cfg | changes, says=[word])
     rows = np.load(file := Path(cfg["data"], "0000000.npy"))
@@ -117,22 +108,12 @@ def pairs(schedule, ts):
     x = torch.randn(64, 1, 16, 16).double() * sigma[0] / v[0]
     return labelled(x / 2) | dict(path=x[:, None] * v.reshape(-1, 1, 1, 1), path_t=ts)
 
-@pytest.mark.parametrize("schedule, t, slope", [("edm", 80.0, 0.00624988), ("rf", 1.0, 0.5)])
-def test_the_linear_student_of_exact_pairs_has_the_teachers_slope_and_no_loss(schedule, t, slope):
-    method, cfg = setup("kd", t_list=(t,))
-    for scale in (1, t):                                # the second: noise as it was drawn, on edm 0.5
-        batch, student = pairs(schedule, [t]), Affine(0.0, 0.0, schedule, learn=True).double()
-        batch["path"] /= scale
-        loss = lambda: method.step(dict(student=student), batch, 0, cfg)[0]
-        assert optimum(loss, student.std) / t == pytest.approx(slope * scale, rel=1e-6)
-        assert loss() < 1e-12
-
 @pytest.mark.parametrize("norm", ["l2", "l1"])
 @pytest.mark.parametrize("schedule, ts", [
     ("edm", (80.0, 2.5, 0.8, 0.4)), ("rf", (0.999, 0.937, 0.833, 0.624))])
 def test_the_exact_consistency_function_has_no_loss_at_any_step(schedule, ts, norm):
     method, cfg = setup("kd", steps=4, t_list=ts, norm=norm)
-    batch, student, seen = pairs(schedule, list(ts)), Exact(0.0, 0.5, schedule).double(), []
+    batch, student, seen = pairs(schedule, list(ts)), Exact(0.0, 0.5, schedule), []
     student.register_forward_pre_hook(lambda net, args: seen.append(args[1].tolist()))
     assert method.step(dict(student=student), batch, 0, cfg)[0] < 1e-7
     assert len(seen) == 1 and {*seen[0]} == {*ts}       # each sample at a step of its own
@@ -156,10 +137,8 @@ def test_the_next_target_takes_ddim_along_the_path(schedule, ts):
 def test_a_run_on_pairs_samples_by_its_target_and_is_scored_also_without_them(capsys, monkeypatch):
     assert load("kd").SAMPLERS["x0"] == "sde"           # as the exact consistency function needs it
     method, cfg = setup("kd", max_iter=2, steps=4, target="next", val_every=2, sample_every=2)
-    calls = spy(monkeypatch, common, "few_step")
-    folder = run.run(method, cfg).folder
-    out = capsys.readouterr().out
-    assert "WARNING" not in out and f"score it: python evaluate.py {folder}" in out
+    calls, folder = spy(monkeypatch, common, "few_step"), run.run(method, cfg).folder
+    assert "WARNING" not in capsys.readouterr().out
     torch.save({k: v + 1 for k, v in torch.load(cfg["teacher"]).items()}, folder / "other.pth")
     run.run(method, cfg | dict(name="other", max_iter=1, teacher=str(folder / "other.pth")))
     assert f"are of --net toy:tiny --teacher {cfg['teacher']}, other weights" in capsys.readouterr().out

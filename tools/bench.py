@@ -2,14 +2,12 @@
 
     python tools/bench.py methods/dmd2.py [--net edm:digits --key value ...] [--blocks 20] [--iters 5]
     python tools/bench.py methods/sft.py --net toy:tiny,depth=33 --batch_size 1     clip, guard, EMA of 400
-    torchrun --nproc_per_node 2 tools/bench.py methods/sft.py --net toy:tiny        loop, log, preemption
 
-trainer.train itself runs, with a clock in the calls that a method gets anyway. Blocks of --iters iterations
-of one phase alternate with as many runs of its bare passes: the calls of nets that it made, of the same
-shapes, and the same optimizer's step. The first block of each is not counted, weights are random, the run
-folder is temporary. Times are ms per iteration, medians over blocks [quartiles]; the ratio is that of
-neighbouring blocks. Memory is the peak of the process, on CUDA of torch's allocator. There, every reading of
-the clock waits for the device.
+trainer.train itself runs, with a clock in the calls that a method gets anyway. After each iteration its bare
+passes run: the calls of nets that it made, of the same shapes, and the same optimizer's step. A block is
+--iters iterations of one phase; the first of each is not counted, weights are random, the run folder is
+temporary. Times are ms per iteration, medians over blocks [quartiles]. Memory is the peak of the process, on
+CUDA of torch's allocator. There, every reading of the clock waits for the device.
 """
 import contextlib
 import functools
@@ -17,9 +15,10 @@ import os
 import sys
 import tempfile
 import time
-from collections import defaultdict, namedtuple
+from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
 from statistics import quantiles
+from types import SimpleNamespace
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -27,7 +26,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common, logs, shard, train, trainer  # noqa: E401, E402
-
 
 Leaf = namedtuple("Leaf", "size dtype device requires_grad")            # what is kept of a tensor argument
 
@@ -52,19 +50,16 @@ class Calls:
             trained if duals else any(v.requires_grad for v in tensors(out)))
         text = f"{name} forward" + "-mode" * bool(duals) + " to a tap" * kwargs.get("stop", False)
         text += (" + backward" if trained else " + input gradient") * graph
-        call = functools.partial(call_again, net, tree, leaves, duals, torch.is_grad_enabled(), graph)
+        call = functools.partial(again, net, tree, leaves, duals, torch.is_grad_enabled(), graph)
         self.seen.append((text, call))
 
     def take(self):
         """{name: [a function for each call]}; forgets them."""
-        found = defaultdict(list)
-        for text, call in self.seen:
-            found[text].append(call)
-        self.seen = []
-        return found
+        found, self.seen = self.seen, []
+        return {name: [call for text, call in found if text == name] for name, _ in found}
 
 
-def call_again(net, tree, leaves, duals, grad, graph):
+def again(net, tree, leaves, duals, grad, graph):
     made = [torch.full(v.size, 0.5 if v.dtype.is_floating_point else 0, dtype=v.dtype, device=v.device,
                        requires_grad=v.requires_grad) if isinstance(v, Leaf) else v for v in leaves]
 
@@ -99,92 +94,86 @@ class Enough(BaseException):
     """No error (the trainer saves on those), and no Ctrl-C, which must still end the program."""
 
 
-class Clocked:
-    """A method as the trainer sees it, its phases in blocks of cfg["iters"] iterations, each followed by the
-    bare calls that it made and the optimizer."""
+def measure(method, cfg):
+    """Runs the trainer; -> {phase: [(ms of an iteration's parts, ms of its passes, number of each) of a
+    block]}, sums over --iters iterations; {phase: syncs of its first iteration}; the device."""
+    own = defaultdict(list)
+    for it in range(cfg["max_iter"]):                   # the method's own iterations of each phase, in order
+        own[method.phase(it, cfg)].append(it)
+    iters, every = cfg["iters"], range(cfg["blocks"] + 1)
+    blocks, syncs = {phase: [(Counter(), Counter(), Counter()) for _ in every] for phase in own}, {}
+    plan = [(its[(k * iters + i) % len(its)], phase, blocks[phase][k])
+            for k in every for phase, its in own.items() for i in range(iters)]
+    now = SimpleNamespace(it=-1, clock=0.0, opts={}, calls=None, into={}, device=None)
+    counter = contextlib.ExitStack()
 
-    def __init__(self, method, cfg):
-        self.method, self.iters, self.init = method, cfg["iters"], lambda cfg: {}
-        self.path, self.source = method.path, method.source
-        self.build, self.sample = method.build, method.sample
-        turns = defaultdict(list)                       # the method's own iterations of each phase, in order
-        for it in range(cfg["max_iter"]):
-            turns[method.phase(it, cfg)].append(it)
-        self.plan = [(own[(block * self.iters + i) % len(own)], phase) for block in range(cfg["blocks"] + 1)
-                     for phase, own in turns.items() for i in range(self.iters)]
-        off = dict.fromkeys(("stop_at", "save_every", "val_every", "sample_every", "log_every"), 0)
-        off["max_iter"] = max(cfg["max_iter"], len(self.plan) + 1)
-        self.cfg = cfg | off | dict(wandb="disabled", log_level="warning")
-        self.blocks, self.syncs, self.laps = {phase: [] for phase in turns}, {}, defaultdict(float)
-        self.then, self.stepped, self.calls = time.perf_counter(), -1, None
-        self.counter = contextlib.ExitStack()
-
-    def run(self):
-        with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough), self.counter:
-            os.environ["FEWSTEP_OUTPUT_ROOT"] = root
-            trainer.train(self, self.cfg)
-
-    def optimizers(self, nets, cfg):
-        self.opts = self.method.optimizers(nets, cfg)
-        for opt in self.opts.values():
-            opt.register_step_pre_hook(lambda *_: self.lap("average, clip + guard", count=False))
-            opt.register_step_post_hook(lambda *_: self.lap("optimizer"))
-        return self.opts
-
-    def phase(self, it, cfg):
-        """The trainer's first call in an iteration, so also the end of the one before."""
-        if it > 0 and it == self.stepped + 1:
-            self.lap("EMA + log")
-            self.counter.close()
-            if it % self.iters == 0:
-                self.end(self.plan[it - 1][1])
-            if it == len(self.plan):
-                raise Enough                            # out of the trainer, which would write a checkpoint
-            self.lap("")
-        return self.plan[min(it, len(self.plan) - 1)][1]
-
-    def step(self, nets, batch, it, cfg):
-        self.lap("data + encode")
-        self.batch, self.stepped, (own, phase) = batch, it, self.plan[it]
-        self.calls = self.calls or Calls(nets)
-        loss, logged = self.method.step(nets, batch, own, cfg)
-        self.lap("step")
-        after = torch.autograd.Variable._execution_engine.queue_callback
-        loss.register_hook(lambda grad: after(lambda: self.lap("backward")))
-        if phase not in self.syncs and not cfg["compile"]:  # in an uncounted block, until the next phase()
-            self.syncs[phase] = self.counter.enter_context(Syncs())
-        return loss, logged
-
-    def lap(self, name, count=True):
-        """What ran since the last lap counts as `name`, in ms. `count`: the syncs of what follows?"""
+    def lap(name, count=True):
+        """What ran since the last lap counts as `name`, in ms. count: the syncs of what follows?"""
         Syncs.on = count
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        now = time.perf_counter()
+        before, now.clock = now.clock, time.perf_counter()
         if name:
-            self.laps[name] += (now - self.then) * 1e3
-        self.then = now
+            now.into[name] += (now.clock - before) * 1e3
 
-    def end(self, phase):
-        """The end of a block: note what it took, run the passes."""
-        opt, device, amp = self.opts[phase], self.batch["x0"].device, shard.DTYPES.get(self.cfg["amp"])
-        block, self.laps, calls = dict(iteration=self.laps), defaultdict(float), self.calls.take()
-        for group in opt.param_groups:                  # these steps move no weight; the trainer sets lr anew
+    def watched_optimizers(nets, cfg):
+        now.opts = method.optimizers(nets, cfg)
+        for opt in now.opts.values():
+            opt.register_step_pre_hook(lambda *_: lap("average, clip + guard", count=False))
+            opt.register_step_post_hook(lambda *_: lap("optimizer"))
+        return now.opts
+
+    def watched_phase(it, cfg):
+        """The trainer's first call in an iteration, so also the end of the one before."""
+        if it == now.it + 1 > 0:
+            lap("EMA + log")
+            counter.close()
+            passes(*plan[now.it][1:])
+            if it == len(plan):
+                raise Enough                            # out of the trainer, which would write a checkpoint
+        _, phase, block = plan[min(it, len(plan) - 1)]
+        now.into = block[0]
+        lap("")
+        return phase
+
+    def watched_step(nets, batch, it, cfg):
+        lap("data + encode")
+        its_own, phase, _ = plan[it]
+        now.it, now.device, now.calls = it, batch["x0"].device, now.calls or Calls(nets)
+        loss, logged = method.step(nets, batch, its_own, cfg)
+        lap("step")
+        after = torch.autograd.Variable._execution_engine.queue_callback
+        loss.register_hook(lambda grad: after(lambda: lap("backward")))
+        if phase not in syncs and not cfg["compile"]:   # until the next phase()
+            syncs[phase] = counter.enter_context(Syncs())
+        return loss, logged
+
+    def passes(phase, block):
+        """The calls of an iteration again, and its optimizer."""
+        opt, amp, calls = now.opts[phase], shard.DTYPES.get(cfg["amp"]), now.calls.take()
+        for group in opt.param_groups:                  # this step moves no weight; the trainer sets lr anew
             group["lr"] = group["lr"] * 0.0
-        for i in range(self.iters):
-            with torch.autocast(device.type, amp, enabled=bool(amp)):
-                self.lap("")
-                for name, functions in calls.items():
-                    for f in functions[i::self.iters]:
-                        f()
-                    self.lap(name)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        block["passes"] = {name: self.laps[name] for name in (*calls, "optimizer")}
-        self.laps = defaultdict(float)
-        block["times"] = {name: len(functions) / self.iters for name, functions in calls.items()}
-        self.blocks[phase].append(block)
-        self.calls.take()                               # of the calls just made
+        now.into = block[1]
+        lap("")
+        with torch.autocast(now.device.type, amp, enabled=bool(amp)):
+            for name, functions in calls.items():
+                for f in functions:
+                    f()
+                lap(name)
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+        del block[1]["average, clip + guard"]
+        block[2].update({name: len(functions) for name, functions in calls.items()})
+        now.calls.take()                                # of the calls just made
+
+    watched = SimpleNamespace(**vars(method) | dict(
+        init=lambda cfg: {}, step=watched_step, phase=watched_phase, optimizers=watched_optimizers))
+    off = dict.fromkeys(("stop_at", "save_every", "val_every", "sample_every", "log_every"), 0)
+    off |= dict(max_iter=max(cfg["max_iter"], len(plan) + 1), wandb="disabled", log_level="warning")
+    with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough), counter:
+        os.environ["FEWSTEP_OUTPUT_ROOT"] = root
+        trainer.train(watched, cfg | off)
+    return blocks, {phase: found.n for phase, found in syncs.items()}, now.device
 
 
 def row(name, values):
@@ -198,23 +187,21 @@ def main(argv):
     method = train.load_method(argv[0])
     method.config = method.config | dict(blocks=20, iters=5)
     cfg, _, options = train.resolve(method, argv[1:])
-    if options.keys() - {"preset"} or cfg["blocks"] < 2 or cfg["iters"] < 1:
+    iters = cfg["iters"]
+    if options.keys() - {"preset"} or cfg["blocks"] < 2 or iters < 1:
         raise common.BadInput("bench.py takes keys, --preset, --blocks (2 or more) and --iters (1 or more)")
-    if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")
     print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks",
-          f"of {cfg['iters']}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}", flush=True)
-    clocked = Clocked(method, cfg)
-    clocked.run()
-    for phase, (_, *blocks) in clocked.blocks.items():
-        print(f"{phase}: {clocked.syncs[phase].n if phase in clocked.syncs else '?'} device sync(s)")
-        for kind in ("passes", "iteration"):
-            for name in dict.fromkeys(name for b in blocks for name in b[kind]):
-                n = sum(b["times"].get(name, 1) for b in blocks) / len(blocks)
-                row(f"{name} x {n:.3g}" if n != 1 else name, [b[kind][name] / cfg["iters"] for b in blocks])
-            row(f"= {kind}", [sum(b[kind].values()) / cfg["iters"] for b in blocks])
-        row("ratio", [sum(b["iteration"].values()) / sum(b["passes"].values()) for b in blocks])
-    print(f"peak memory {logs.memory_gb(clocked.batch['x0'].device) * 1024:.0f} MB")
+          f"of {iters}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}", flush=True)
+    found, syncs, device = measure(method, cfg)
+    for phase, (_, *blocks) in found.items():
+        print(f"{phase}: {syncs.get(phase, '?')} device sync(s)")
+        for k, kind in (1, "passes"), (0, "iteration"):
+            for name in dict.fromkeys(name for b in blocks for name in b[k]):
+                n = sum(b[2].get(name, iters) for b in blocks) / iters / len(blocks)
+                row(f"{name} x {n:.3g}" if n != 1 else name, [b[k][name] / iters for b in blocks])
+            row(f"= {kind}", [b[k].total() / iters for b in blocks])
+        row("ratio", [b[0].total() / b[1].total() for b in blocks])
+    print(f"peak memory {logs.memory_gb(device) * 1024:.0f} MB")
 
 
 if __name__ == "__main__":

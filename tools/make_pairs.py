@@ -36,10 +36,6 @@ from nets import encoders  # noqa: E402
 ORDERS = dict(heun=2, euler=1)
 
 
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
-
-
 @torch.no_grad()
 def solve(net, meta, ids, device, clips=None, texts={}):
     """Pairs `ids`, float32 (len(ids), times + 1, C, [F,] H, W): the states at the times of the path, then x0.
@@ -86,17 +82,18 @@ def write_meta(folder, meta):
 
 def missing(folder, meta):
     """Numbers of the shards that are not there, or, on a disk, not whole."""
-    there = {*files.names(folder)}
-
-    def whole(k):
+    todo, there = {*range(-(-meta["pairs"] // meta["shard"]))}, {*files.names(folder)}
+    for k in [k for k in todo if f"{k:07d}.npy" in there]:
         with suppress(common.BadInput):
-            return not isinstance(folder, Path) or data.pairs_shard(folder, meta, k) is not None
-    every = range(-(-meta["pairs"] // meta["shard"]))
-    return [k for k in every if f"{k:07d}.npy" not in there or not whole(k)]
+            if isinstance(folder, Path):
+                data.pairs_shard(folder, meta, k)
+            todo.remove(k)
+    return sorted(todo)
 
 
 def main(argv):
-    parser = argparse.ArgumentParser("make_pairs.py", description=__doc__, formatter_class=Help)
+    parser = argparse.ArgumentParser("make_pairs.py", usage=__doc__,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", required=True, help="folder or URL")
     parser.add_argument("--teacher", default="assets/digits.pth", help="weights, path[#entry]")
     parser.add_argument("--net", default="edm:digits", help="the teacher's, family:size[,option=value]")
@@ -116,9 +113,9 @@ def main(argv):
     device, rank, world, group = sample.start(args.device)
     folder = files.place(args.out)
     common.known("--solver", args.solver, ORDERS)
-    if args.pairs < 2 or min(args.shard, args.batch) < 1:
-        raise common.BadInput(f"--pairs {args.pairs} must be at least 2, --shard {args.shard} and --batch "
-                              f"{args.batch} at least 1")
+    for key, low in dict(pairs=2, shard=1, batch=1, seed=0).items():
+        common.number(f"--{key}", getattr(args, key), low)
+    common.number("--guidance", args.guidance)
     found = data.load(trainer.defaults | dict(data=args.data, net=args.net))
     source = ckpt.resolve(args.teacher)
     with torch.device("meta"):
@@ -130,12 +127,11 @@ def main(argv):
         raise common.BadInput(f"--path_t {args.path_t} must be times that descend from at most {limit:g} "
                               f"(schedule {net.schedule})")
     common.t_list(net.schedule, args.steps)
-    common.number("--guidance", args.guidance)
-    common.number("--seed", args.seed, 0)
     order = data.indices(args.seed, range(args.pairs), len(found))
     labels = found.label[order].tolist() if found.classes else None
     causal = dict(chunk=net.chunk, path_t=[*path_t, 0.0]) if getattr(net, "chunk", 0) else {}
-    told = (lambda ids: found.texts(order[list(ids)])) if hasattr(found, "texts") else lambda ids: {}
+    written = dict(texts=True) if hasattr(found, "texts") else {}
+    told = lambda ids: found.texts(order[list(ids)]) if written else {}                         # noqa: E731
     if "caption" in told([0]) and "cond" not in told([0]):
         raise common.BadInput(f"--data {args.data} has captions, no embeddings; make these first: torchrun "
                               f"tools/encode.py --net {args.net} --data {args.data} --out FOLDER ...")
@@ -143,8 +139,7 @@ def main(argv):
     same = ("pairs", "shard", "seed", "net", "data", "steps", "solver", "guidance")
     meta = {k: getattr(args, k) for k in same} | dict(
         path_t=path_t, schedule=net.schedule, shape=list(net.x_shape), classes=found.classes, labels=labels,
-        teacher=args.teacher, weights={k: source[k] for k in ("entry", "size", "crc")}) | causal | (
-            dict(texts=True) if hasattr(found, "texts") else {})
+        teacher=args.teacher, weights={k: source[k] for k in ("entry", "size", "crc")}) | causal | written
     common.on_rank0(lambda: write_meta(folder, meta), group)
     todo = common.from_rank0(missing(folder, meta) if rank == 0 else None, group)
 
@@ -153,9 +148,8 @@ def main(argv):
     for done, k in enumerate(mine, 1):
         ids = range(k * args.shard, min((k + 1) * args.shard, args.pairs))
         batches = [ids[i:i + args.batch] for i in range(0, len(ids), args.batch)]
-        clips = [torch.stack([*map(clip, some)]) if causal else None for some in batches]
-        rows = np.concatenate([solve(net, meta, some, device, c, told(some))
-                               for some, c in zip(batches, clips)])
+        shown = lambda some: torch.stack([*map(clip, some)]) if causal else None                # noqa: E731
+        rows = np.concatenate([solve(net, meta, some, device, shown(some), told(some)) for some in batches])
         files.write(folder / f"{k:07d}.npy", lambda f: np.save(f, rows))
         if rank == 0:
             print(f"{done}/{len(mine)} files, {time.time() - began:.0f} s", flush=True)

@@ -38,8 +38,7 @@ def load(name, preset, ranks=8):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser("presets.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("presets", nargs="*", help="METHOD/PRESET, or a METHOD for all of its own")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", action="store_true")

@@ -28,18 +28,12 @@ once = [("", [], "1,2,4")]                                              # one ru
 # method: [(suffix of the run's name, arguments, step counts to score)]
 RUNS = dict(sft=[("", [], "18")], kd=each, cm=once, scm=once, mean_flow=once, dmd2=each, f_distill=each,
             ladd=each, tcm=[("", ["--preset=stage2", f"--stage1={FOLDER}/cm#ema"], "1,2,4")])
-AFTER = dict(tcm=["cm"])                                                # goes on from its run
 writing = threading.Lock()
-
-
-def say(text):
-    """In one write: threads share the terminal."""
-    print(text, end="", flush=True)
 
 
 def call(log, jobs, *words):
     """A program of the repository, what it says in the file `log`; BadInput if it fails."""
-    say(f"$ {' '.join(map(str, words))}\n")
+    print(f"$ {' '.join(map(str, words))}", flush=True)
     env = os.environ | (dict(OMP_NUM_THREADS="1") if jobs > 1 else {})
     with log.open("a") as out:
         done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=env, stdout=out, stderr=out)
@@ -63,29 +57,28 @@ def measure(method, suffix, args, steps, jobs):
 
 
 def rewrite(text, results):
-    """README text whose rows of methods (`methods/NAME.py` in a cell) have new figures: in the columns named
-    lines, 1 step, 2 steps, 4 steps, minutes."""
+    """README text whose rows of methods (file `methods/NAME.py`) have new figures: in the columns
+    named lines, 1 step, 2 steps, 4 steps, minutes."""
     lines, columns = text.split("\n"), []
     for i, line in enumerate(lines):
         cells = [cell.strip() for cell in line.split("|")]
-        if "method" in cells and "lines" in cells:
-            columns = cells
-        name = next((c.strip("`")[8:-3] for c in cells if c.startswith("`methods/")), None)
+        columns = cells if {"method", "lines"} <= {*cells} else columns
+        row = dict(zip(columns, cells))
+        name = row.get("file", "")[9:-4]                # of `methods/NAME.py`
         if name not in results or len(cells) != len(columns):
             continue
-        rows = {row["steps"]: row for row in results[name]}
-        cells[columns.index("lines")] = str(len((ROOT / "methods" / f"{name}.py").read_text().splitlines()))
-        for steps in {1, 2, 4} & rows.keys():
-            column = columns.index(f"{steps} step{'s' * (steps > 1)}")
-            cells[column] = f"{rows[steps]['fd']:.2f} ± {rows[steps]['fd_std']:.2f}"
-        minutes = {row["command"]: row["minutes"] for row in results[name]}.values()
-        cells[columns.index("minutes")] = " + ".join(f"{m:.0f}" for m in minutes)
-        lines[i] = " | ".join(cells).strip()
+        row["lines"] = str(len((ROOT / "methods" / f"{name}.py").read_text().splitlines()))
+        for found in [found for found in results[name] if found["steps"] in (1, 2, 4)]:
+            head = f"{found['steps']} step{'s' * (found['steps'] > 1)}"
+            row[head] = f"{found['fd']:.2f} ± {found['fd_std']:.2f}"
+        minutes = {found["command"]: found["minutes"] for found in results[name]}.values()
+        row["minutes"] = " + ".join(f"{m:.0f}" for m in minutes)
+        lines[i] = " | ".join(row[head] for head in columns).strip()
     return "\n".join(lines)
 
 
 def train_and_score(method, first, jobs):
-    """All runs of a method, after the futures `first`; their rows replace those of the same step counts."""
+    """All runs of a method, after the future `first`; their rows replace those of the same step counts."""
     futures.wait(first)
     if method == "kd":
         call(FOLDER / "pairs.log", jobs, "tools/make_pairs.py", "--out", "outputs/pairs/digits")
@@ -97,7 +90,7 @@ def train_and_score(method, first, jobs):
             results[method] = [kept[steps] for steps in sorted(kept)]
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             README.write_text(rewrite(README.read_text(), results))
-        say("".join(f"{method} {row['steps']} steps: fd {row['fd']:.3f}\n" for row in rows))
+            print("\n".join(f"{method} {row['steps']} steps: fd {row['fd']:.3f}" for row in rows), flush=True)
 
 
 def main(argv):
@@ -110,10 +103,10 @@ def main(argv):
     names = [name for name in RUNS if name in args.methods or not args.methods]
     print(f"{sum(len(RUNS[name]) for name in names)} runs of up to 10 minutes each on two idle cores")
     FOLDER.mkdir(parents=True, exist_ok=True)
+    started = {}
     with futures.ThreadPoolExecutor(args.jobs) as pool:
-        started = {}
-        for name in names:
-            first = [started[other] for other in AFTER.get(name, ()) if other in started]
+        for name in names:                              # TCM goes on from CM's run
+            first = [started["cm"]] if name == "tcm" and "cm" in started else []
             started[name] = pool.submit(train_and_score, name, first, args.jobs)
         try:
             failed = [str(f.exception()) for f in futures.as_completed(started.values()) if f.exception()]
