@@ -55,6 +55,7 @@ def build(cfg):
     student = common.make_net(cfg["net"], label_dim=cfg["classes"], chunk=cfg["chunk"])
     # values that only step() reads are refused here, before any work
     levels(student, cfg)
+    common.check_window(student, cfg["window"], cfg["sink"])
     common.known("--pairs", cfg["pairs"], ("chunk", "clip"))
     return dict(student=student.train())
 

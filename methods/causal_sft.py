@@ -67,6 +67,7 @@ def build(cfg):
     common.known("--forcing", cfg["forcing"], ("diffusion", "teacher"))
     options = dict(label_dim=cfg["classes"], dropout=cfg["dropout"])
     student = common.make_net(cfg["net"], chunk=cfg["chunk"], **options)
+    common.check_window(student, cfg["window"], cfg["sink"])
     common.check_noise(student, cfg["pred"], cfg["loss_weight"].replace("bell", ""), **times(cfg))
     return dict(student=student.train())
 

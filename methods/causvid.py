@@ -68,6 +68,7 @@ def build(cfg):
         raise common.BadInput(f"--chunk {cfg['chunk']} must be above 0 and is the student's alone; --net "
                               f"{cfg['net']} takes none")
     levels(student, cfg)
+    common.check_window(student, cfg["window"], cfg["sink"])
     common.known("--sampler", cfg["sampler"], ("sde", "ode"))
     common.check_noise(teacher, cfg["fake_pred"], cfg["fake_weight"], **times(cfg))
     if cfg["gan_weight"]:
