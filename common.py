@@ -492,6 +492,14 @@ def over_frames(mask):
     return mask.float() / mask.float().mean(1, keepdim=True).clamp(min=1e-6)
 
 
+def check_window(net, window, sink):
+    """BadInput where chunks of the sampler see less than they do in training under the net's mask."""
+    frames, own = net.x_shape[1], (getattr(net, "window", 0), getattr(net, "sink", 0))
+    if 0 < window < frames and own != (window, sink):
+        raise BadInput(f"--window {window} --sink {sink} are less than the {frames} frames of training; "
+                       f"leave them out, or give the net the same: --net ...,window={window},sink={sink}")
+
+
 def forget(cache, sink, last):
     """A net's KV cache with its first `sink` and its `last` frames only."""
     if (n := len(cache["pos"])) <= sink + last:

@@ -46,13 +46,20 @@ def validate(method, nets, cfg, dataset, done, rank, world, gloo, device, stoppi
     return meter.flush()
 
 
-def draw_samples(method, net, cfg, ids, labels, steps, seed, device, shape=None, texts={},
-                 first=None):
+def own_frames(net):
+    """Whether a net of video takes the frames that its clips begin with from cond; a causal one takes them
+    from its cache."""
+    return bool(getattr(net, "first", "") or getattr(net, "video2world", False))
+
+
+def draw_samples(method, net, cfg, ids, labels, steps, seed, device, shape=None, texts={}, first=None):
     """x0 (B, *shape) of samples `ids` (list of ints): sample i depends on (seed, i), its label and its text
-    alone; texts as encoders.conditions takes them; first: frames (B, C, f, H, W) that clips begin with."""
-    cond, uncond = encoders.conditions(labels, cfg, device, texts)
-    if first is not None:
-        cond["first_frame"] = uncond["first_frame"] = first
+    alone; texts as encoders.conditions takes them; first: pixels (B, c, f, H, W) that clips begin with."""
+    given = first is not None and own_frames(net)
+    cond, uncond = encoders.conditions(labels, cfg, device, texts | dict(image=first) if given else texts)
+    if first is not None and not given:
+        first = encoders.moments(first, cfg, device) if cfg.get("encoders") else encoders.scaled(first)
+        cond["first_frame"] = uncond["first_frame"] = first[:, :net.x_shape[0]].to(device)
     noise = common.noise_fn(seed, ids, shape or net.x_shape, device)
     return method.sample(net, noise, dict(cond=cond, uncond=uncond, id=torch.tensor(ids)), cfg, steps)
 

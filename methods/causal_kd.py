@@ -48,6 +48,7 @@ def build(cfg):
     # values that only step() reads are refused here, before any work
     levels(student, cfg)
     common.check(cfg, pairs=("chunk", "clip"))
+    common.check_window(student, cfg["window"], cfg["sink"])
     return dict(student=student.train())
 
 

@@ -59,6 +59,7 @@ def build(cfg):
     student = common.make_net(cfg["net"], chunk=cfg["chunk"], **options)
     # values that only step() reads are refused here, before any work
     common.check(cfg, cond_dropout=(0, 1), clean_prefix=(0, 1), forcing=("diffusion", "teacher"))
+    common.check_window(student, cfg["window"], cfg["sink"])
     common.check_noise(student, cfg["pred"], cfg["loss_weight"].replace("bell", ""), **times(cfg))
     return dict(student=student.train())
 

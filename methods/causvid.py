@@ -62,6 +62,7 @@ def build(cfg):
                               f"{cfg['net']} takes none")
     levels(student, cfg)
     common.check(cfg, update_ratio=(1, 1e9), sampler=("sde", "ode"))
+    common.check_window(student, cfg["window"], cfg["sink"])
     common.check_noise(teacher, cfg["fake_pred"], cfg["fake_weight"], **times(cfg))
     if cfg["gan_weight"]:
         nets["discriminator"] = make_head(fake_score, taps(fake_score, cfg))

@@ -155,7 +155,7 @@ def rollout(net, noise, cond, cfg, **kw):
     """Training's and sampling's: the cache, the steps and what a chunk sees are the same."""
     return common.causal_rollout(net, noise, levels(net, cfg), cond, cfg["sampler"], window=cfg["window"],
                                  sink=cfg["sink"], context_noise=cfg["context_noise"],
-                                 first=cond.get("first_frame") if cfg["first_frame"] else None, **kw)
+                                 first=cond.get("first_frame"), **kw)
 
 
 def levels(net, cfg):

@@ -8,8 +8,10 @@ import common
 import data
 import make_pairs
 import run
+import sample
 from nets import encoders
 from run import batch_of, differing, gradients, nets_of, refused, setup, spy
+from test_nets import shake
 
 f64, A, FRAMES = torch.float64, 0.9, 5
 SIGMA = A ** (torch.arange(FRAMES)[:, None] - torch.arange(FRAMES)).abs().to(f64)
@@ -48,16 +50,24 @@ def linear(pred, chunk, leak=0):
     return Net(lambda net, x_t, t, _: clip(flat(x_t) @ (net.weight * sees).T), pred, chunk,
                weight=torch.zeros(FRAMES, FRAMES))
 
-def fitted(method, net, some, cfg):
+def fitted(method, net, some, cfg, **nets):
     """The loss of the best weights on one batch."""
     opt = torch.optim.LBFGS(net.parameters(), 1, 100, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
     def loss():
         opt.zero_grad()
         common.seed_default(1)
-        value = method.step(dict(student=net), some, 0, cfg)[0]
+        value = method.step(dict(student=net) | nets, some, 0, cfg)[0]
         value.backward()
         return value
     return opt.step(loss) and loss().item()
+
+def flow_error(weight, cov, t):
+    """Mean squared error, over frames of this covariance at times t (F,), of the flow that a matrix (F, F)
+    reads off x_t; None: the best one."""
+    alpha, sigma = 1 - t, torch.diag(t)
+    seen, both = alpha[:, None] * cov * alpha + sigma ** 2, sigma - alpha[:, None] * cov
+    weight = torch.linalg.solve(seen, both).T if weight is None else weight
+    return (weight @ seen @ weight.T - 2 * weight @ both + cov).diagonal().mean().item() + 1
 
 # ---- the rollout
 def by_hand(net, noise, ts, cond, uncond, guidance=1.0, kind="sde", context_noise=0.0):
@@ -77,20 +87,29 @@ def by_hand(net, noise, ts, cond, uncond, guidance=1.0, kind="sde", context_nois
         seen = torch.cat([seen, (1 - context_noise) * x + context_noise * new(len(ts) - 1)], 2)
     return torch.cat(done, 2)
 
-@pytest.mark.parametrize("frames, chunk, changes", [
-    (7, 3, dict(kind="ode")), (3, 1, dict(context_noise=0.1)), (2, 3, {}),
-    (6, 2, dict(guidance=2.5, kind="ode")), (4, 2, dict(guidance=0.0))])
-def test_a_rollout_is_the_masked_forward_and_repeats_itself(frames, chunk, changes):
-    net = common.make_net(f"toy:video,chunk={chunk}", label_dim=3).double()
-    draws = torch.randn(5, 2, 1, frames, 8, 8, dtype=f64, generator=torch.Generator().manual_seed(0))
-    def roll(f, first=0):
-        cond, uncond = (dict(label=torch.tensor(labels[first:])) for labels in ([0, 2], [-1, -1]))
-        return f(net, lambda k: draws[k, first:], [0.999, 0.8, 0.5, 0.0], cond, uncond=uncond, **changes)
+WAN = "wan:t2v_1_3b,x_shape=(1,6,8,8),depth=2,dim=24,heads=3,hidden=32,text_dim=20,freq=16"
+
+@pytest.mark.parametrize("spec, frames, chunk, changes", [
+    ("toy:video", 20, 3, dict(kind="ode")), ("toy:video", 3, 1, dict(context_noise=0.1)), (WAN, 1, 2, {}),
+    (WAN, 6, 2, dict(guidance=2.5, kind="ode")), ("toy:video", 4, 2, dict(guidance=0.0)),
+    (WAN, 9, 2, dict(window=5, sink=1)), (WAN, 7, 2, dict(window=2))])
+def test_a_rollout_is_the_masked_forward_and_repeats_itself(spec, frames, chunk, changes):
+    """A window of the rollout is that of a net which is built with it, and so trained under its mask."""
+    own = {k: v for k, v in changes.items() if k in ("window", "sink")}
+    net, masked = (common.make_net(spec, label_dim=3, chunk=chunk, **kw).double() for kw in ({}, own))
+    masked.load_state_dict(shake(net).state_dict())
+    draws, text = (torch.randn(*shape, dtype=f64, generator=torch.Generator().manual_seed(0))
+                   for shape in ((5, 3, 1, frames, 8, 8), (3, 17, 20)))
+    def roll(f, net, first=0, **how):
+        cond, uncond = (dict(label=torch.tensor(labels[first:]), text=sign * text[first:])
+                        for labels, sign in (([0, 2, 1], 1), ([-1, -1, -1], -1)))
+        return f(net, lambda k: draws[k, first:], [0.999, 0.8, 0.5, 0.0], cond, uncond=uncond, **how)
     with torch.no_grad():
-        copy, x, expected = draws.clone(), roll(common.causal_rollout), roll(by_hand)
+        copy, x, again = draws.clone(), *(roll(common.causal_rollout, net, **changes) for _ in range(2))
+        expected = roll(by_hand, masked, **{k: v for k, v in changes.items() if k not in own})
         assert expected.std() > 0.1 and (x - expected).abs().max() < 1e-10
-        assert torch.equal(roll(common.causal_rollout), x) and torch.equal(draws, copy)
-        assert (roll(common.causal_rollout, 1) - x[1:]).abs().max() < 1e-10
+        assert torch.equal(again, x) and torch.equal(draws, copy)
+        assert (roll(common.causal_rollout, net, 1, **changes) - x[1:]).abs().max() < 1e-10
 
 def test_a_window_and_a_sink_are_what_a_chunk_sees_and_the_first_frames_stay_as_given():
     net, seen = common.make_net("toy:video", label_dim=3), []
@@ -158,10 +177,8 @@ def test_causal_sft_reaches_the_causal_minimum_and_passes_it_by_a_leak_alone(chu
     torch.manual_seed(0)
     net = linear("flow", chunk, leak)
     assert fitted(method, net, batch(clip(process(20000))), cfg) == pytest.approx(floor, abs=0.02)
-    w, alpha, sigma = net.weight, 1 - t, torch.diag(t)
-    cov = alpha[:, None] * SIGMA * alpha + sigma ** 2
-    error = w @ cov @ w.T - 2 * w @ (sigma - alpha[:, None] * SIGMA) + SIGMA + torch.eye(FRAMES)
-    assert floor - 1e-6 < error.diagonal().mean().item() < floor + 2e-3     # of the process, not of the batch
+    assert floor - 1e-6 < flow_error(net.weight, SIGMA, t) < floor + 2e-3   # of the process, not of the batch
+    assert chunk + 4 * leak == 1 or flow_error(None, SIGMA, t) == pytest.approx(floor, abs=1e-6)
 
 def test_the_bell_has_mean_one_its_top_in_the_middle_and_nothing_at_pure_noise():
     method, cfg = setup("causal_sft", t_shift=5.0)
@@ -169,6 +186,16 @@ def test_the_bell_has_mean_one_its_top_in_the_middle_and_nothing_at_pure_noise()
     assert bell(w := torch.linspace(0, 1, 1001, dtype=f64)).argmax() == 500 and bell(w)[-1] == 0
     drawn = common.sample_t(100000, schedule="rf", device="cpu", **method.times(cfg))
     assert bell(drawn).mean().item() == pytest.approx(1, abs=0.01)
+
+@pytest.mark.parametrize("name", ["causal_sft", "causal_kd", "causvid"])
+def test_a_window_that_training_under_the_mask_does_not_have_is_refused(name):
+    def build(net, **changes):
+        method = run.load(name)
+        return method.build(run.train.resolve(method, [])[0] | dict(net=net, classes=10) | changes)
+    refused(build, "toy:video", window=5, sink=1, says=["--window 5 --sink 1", "6 frames", "window=5,sink=1"])
+    refused(build, WAN + ",window=5", window=4, says=["--window 4"])
+    for net, changes in (("toy:video", dict(window=6)), (WAN + ",window=5,sink=1", dict(window=5, sink=1))):
+        build(net, **changes)
 
 # ---- causal_kd
 RESIDUAL = {(0.999, 1): (.4000, .3190, .2623, .1877, 0), (0.999, 2): (.1114, .1576, .2623, 0, 0),
@@ -226,6 +253,35 @@ def test_causvid_sees_chunks_of_the_data_at_its_own_times_or_clean_and_the_first
     assert torch.equal(t, t[:, [0] * 4 + [4] * 3]) and torch.corrcoef(t[:, ::4].T)[0, 1].abs() < 0.1
     assert [(t == s).double().mean().item() for s in ts] == pytest.approx([0.2] * 5, abs=0.04)
 
+@pytest.mark.parametrize("name", ["causvid", "self_forcing"])
+def test_the_fake_score_learns_the_clips_that_the_student_makes(name):
+    """Its loss ends at that of the best linear score for their covariance, not the data's."""
+    method, cfg = setup(name, steps=1, t_list=(0.999,), t_min=0.5, t_max=0.5, gan_weight=0.0,
+                        **dict(frames_max=0) if name == "self_forcing" else {})
+    torch.manual_seed(0)
+    maker, t = torch.randn(FRAMES, FRAMES, dtype=f64).tril(), torch.full((FRAMES,), 0.5, dtype=f64)
+    student, real = Net(lambda net, x_t, *_: clip(flat(x_t) @ maker.T)), process(20000)
+    cov = maker @ ((SIGMA + torch.eye(FRAMES) * (1 + 2 * 0.999 ** 2)) / 4) @ maker.T    # half are noise
+    if name == "self_forcing":                              # x_1 = e_1, x_f = 0.5 x_{f-1} + 0.7 e_f
+        student = Net(lambda net, y, t, x: y.double() / t[0] if x is None else 0.5 * x + 0.7 * y / t[0])
+        lower = (0.5 ** (SIGMA.log() / np.log(A))).tril() * torch.tensor([1, 0.7, 0.7, 0.7, 0.7])
+        cov = lower @ lower.T
+    fake = linear("flow", FRAMES)
+    loss = fitted(method, fake, batch(clip(real)), cfg, student=student, fake_score=fake)
+    floor = flow_error(None, cov, t)
+    assert loss == pytest.approx(floor, rel=0.02) and abs(flow_error(None, SIGMA, t) / floor - 1) > 0.05
+    assert floor - 1e-6 < flow_error(fake.weight, cov, t) < 1.005 * floor
+
+def trained(changes):
+    changes = dict(max_iter=2, update_ratio=1, amp="bf16", frames_max=10) | changes
+    return run.run(*setup("self_forcing", **changes)).lines
+
+def test_a_rollout_in_shards_gathered_in_bf16_is_that_of_one_process():
+    one = trained(dict(accum=2, name="one"))
+    ours = run.ranks(2, trained, dict(parallel="fsdp", name="shards"), timeout_s=900)[0]
+    for line, same, keys in zip(one, ours, (("loss_fake", "norm_fake"), ("loss", "norm")), strict=True):
+        assert [same[k] for k in keys] == pytest.approx([line[k] for k in keys], rel=0.05)
+
 @pytest.mark.parametrize("call, changes", [(0, {}), (3, {}), (2, dict(grad_chunks=1)), (1, dict(
     last_step_only=True)), (1, dict(frames_max=11)), (1, dict(frames_max=10, grad_chunks=1))])
 def test_the_graph_is_of_the_exit_call_of_each_chunk_alone(call, changes, monkeypatch):
@@ -243,14 +299,6 @@ def test_the_graph_is_of_the_exit_call_of_each_chunk_alone(call, changes, monkey
     for i, out in enumerate(outs, 3 - len(outs)):       # a chunk depends on its own call alone
         grad = torch.autograd.grad(x[:, :, 2 * i:2 * i + 2].sum(), outs, retain_graph=True)
         assert [g is out or bool(g.any()) for g in grad] == [other is out for other in outs]
-
-def test_the_gradient_is_a_sum_over_chunks_without_cross_terms():
-    """x_i = theta y_i + x_{i-1}: d/d theta of sum <u_i, x_i> is sum <u_i, y_i>, y_i = t_0 z_i."""
-    net = Net(lambda net, y, t, before: net.theta * y + (0 if before is None else before), theta=0.7)
-    u, z = torch.randn(2, 3, 1, FRAMES, 1, 1, dtype=f64)
-    x = common.causal_rollout(net, lambda k: z, [0.999, 0.5, 0.0], {}, call=0)
-    assert torch.allclose(torch.autograd.grad((u * x).sum(), net.theta)[0], 0.999 * (u * z).sum())
-    assert torch.allclose(x, 0.7 * 0.999 * z.cumsum(2))
 
 def test_memory_depends_on_the_chunks_with_a_gradient_and_their_cache_alone():
     def kept(frames, call, grad_chunks):
@@ -274,6 +322,9 @@ def test_training_generates_as_the_sampler_does_where_the_exit_is_the_last_step(
     assert torch.equal(x, method.sample(net, common.train_noise(x.shape, "cpu"), some, cfg, 4))
     assert torch.equal(x[:, :, :1], some["x0"][:, :, :1]) == cfg["first_frame"]
     refused(method.sample, net, None, some, cfg, 2, says=["trained for 4 steps"])
+    some["cond"] |= dict(first_frame=some["x0"][:, :, :3])              # given, whatever the training had
+    x = method.sample(net, common.train_noise(x.shape, "cpu"), some, cfg, 4)
+    assert torch.equal(x[:, :, :3], some["x0"][:, :, :3])
 
 def test_a_longer_clips_window_begins_with_a_frame_encoded_as_an_image(tmp_path):
     vae = pytest.importorskip("diffusers").AutoencoderKLWan(
@@ -284,6 +335,7 @@ def test_a_longer_clips_window_begins_with_a_frame_encoded_as_an_image(tmp_path)
         pixels = vae.decode(2 * (z := torch.randn(2, 2, 3, 2, 2)) + 0.1).sample
         expected = vae.encode(pixels[:, :, 8:]).latent_dist.mean / 2 - 0.05
     assert torch.allclose(encoders.last_frame(z, cfg), expected, atol=1e-5)
+    assert sample.pixels(cfg, 2) == 5 and encoders.moments(pixels[:, :, -5:], cfg, "cpu").shape[2] == 2
     assert torch.equal(encoders.last_frame(z, dict(encoders="")), z[:, :, 2:])
 
 def test_skip_layer_guidance_leaves_blocks_out_of_the_unconditional_pass():

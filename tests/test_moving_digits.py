@@ -38,6 +38,14 @@ def test_clips_are_all_digits_with_all_motions_each_once_as_a_function_of_the_in
         assert np.array_equal(clip, data.clips(split, [5 * n + 7])[0][0]) and its_label == label[7]
     assert np.array_equal(data.clips("val", [3], 16)[0][:, :, :8], data.clips("val", [3])[0])
 
+def test_a_clip_is_flipped_whole_and_augmentation_is_refused():
+    cfg = run.TINY | dict(net=NET, data="moving_digits", batch_size=40)
+    found = data.load(cfg)
+    some, raw = (next(data.Loader(found, cfg | dict(xflip=on)))["image"] for on in (True, False))
+    kept, flipped = ((a == b).flatten(1).all(1) for a, b in ((some, raw), (some, raw.flip(-1))))
+    assert (kept ^ flipped).all() and 8 < flipped.sum() < 32
+    refused(run.run, *run.setup("causal_sft", net=NET, data="moving_digits", augment=0.1), says=["--augment"])
+
 def test_the_centre_is_that_of_ink_and_the_cut_window_holds_it_all():
     x = torch.full((2, 1, 2, 12, 12), -1.0)
     x[0, 0, 0, 3, 4], x[0, 0, 0, 5, 8] = 1.0, 0.0               # ink 1 and 1/2
@@ -65,20 +73,14 @@ def test_figures_of_real_clips_are_good_and_every_flaw_shows_in_the_one_that_is_
     halting = judge(judge.train[:, :, torch.arange(8) // 2 * 2], label)     # every other frame stands
     assert halting["motion"] > 10 and max(halting["fd"]) < 0.5
 
-def test_digits_wan_takes_labels_for_text_and_is_causal_at_any_length():
+def test_digits_wan_takes_labels_for_text():
     net = common.make_net("wan:digits", label_dim=10)
     assert 2e5 < sum(p.numel() for p in net.parameters()) < 8e5 and net.chunk == 0
     net = shake(common.make_net(NET, label_dim=10, chunk=2)).double().eval()
-    t, cond = torch.tensor([0.5, 0.7]).double(), dict(label=torch.tensor([3, -1]))
-    for frames in (5, 8, 11):
-        x, first = torch.randn(2, 1, frames, 12, 12).double(), 0
-        y = net(x, t, cond)
-        for chunk in common.chunks(frames, 2):
-            moved = net(x + (torch.arange(frames) == first)[:, None, None], t, cond)
-            assert (moved == y).flatten(3).all(3).all(0)[0].tolist() == [k < first for k in range(frames)]
-            first += chunk
-    assert [torch.equal(*pair) for pair in zip(net(x, t, dict(label=cond["label"] + 1)), y)] == [False, False]
-    assert torch.equal(net(x, t, {})[1], y[1])                  # -1 is no label
+    x, t, label = torch.randn(2, 1, 5, 12, 12).double(), torch.tensor([0.5, 0.7]), torch.tensor([3, -1])
+    y, other, none = (net(x, t.double(), cond) for cond in (dict(label=label), dict(label=label + 1), {}))
+    assert [torch.equal(*pair) for pair in zip(other, y)] == [False, False]
+    assert torch.equal(none[1], y[1])                           # -1 is no label
     refused(net, x, t, dict(label=torch.tensor([10, 0])), says=["label 10"])
     refused(common.make_net, "wan:digits,patch=3", says=["multiple of 9"])
 
@@ -92,7 +94,21 @@ def test_a_run_on_moving_digits_is_sampled_as_clips_and_scored(tmp_path, capsys)
     sample.main([*args, f"--out={tmp_path / 'apart'}"])
     gif, one = Image.open(tmp_path / "x.gif"), Image.open(tmp_path / "apart/0000003.gif")
     assert (gif.n_frames, gif.info["duration"], one.n_frames, one.size) == (11, 100, 8, (12, 12))
-    refused(sample.main, [*args, f"--out={tmp_path / 'x.mp4'}"], says=["no .mp4", ".gif"])
+    refused(sample.main, [*args, f"--out={tmp_path / 'x.webm'}"], says=["no .webm", ".gif", ".mp4"])
+    for words, *how in (("--given or --segments", "--overlap=2"), ("no file", "--given=none"),
+                        ("must be 1 to 7", "--segments=2", "--overlap=8")):
+        refused(sample.main, [*args, *how], says=[words])
+    # held-out clips go on, and so do the files of those, over segments of 8 frames that overlap by a chunk
+    sample.main([*args, "--given=moving_digits", "--segments=3", f"--out={tmp_path / 'on'}"])
+    sample.main([*args, f"--given={tmp_path / 'on'}", f"--out={tmp_path / 'again'}"])
+    held = (data.clips("val", range(4), 2)[0][:, 0] * 127.5 + 128).clip(0, 255).astype(np.uint8)
+    for k in range(4):
+        files = [tmp_path / folder / f"{k:07d}.gif" for folder in ("on", "again")]
+        on, again = (np.stack([read()[..., 0] for _, read in data.stills("x.gif", file.read_bytes())])
+                     for file in files)
+        assert on.shape == (20, 12, 12) and again.shape == (8, 12, 12)
+        assert np.array_equal(on[:2], held[k]) and np.array_equal(again[:2], held[k])
+        assert f"class: {evaluate.digits('val')[1][k]}".encode() in Image.open(files[0]).info["comment"]
     evaluate.main([str(folder), "--samples=150", "--seeds=2", "--net=student", "--steps=1", "--frames=10"])
     row, = json.loads((folder / "eval/0000002.json").read_text())["results"]
     assert len(row["fd"]) == len(row["fd_each"][1]) == len(row["track"]) == 10 and row["track"][:2] == [0, 0]

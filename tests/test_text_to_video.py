@@ -13,12 +13,14 @@ import common
 import data
 import judge
 import run
+import sample
 import trainer
 from nets import encoders
 from test_text_to_image import WORDS, encode, qwen, t5
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
+av = pytest.importorskip("av")
 
 WAN = "x_shape=(4,3,8,8),depth=1,dim=24,heads=2,hidden=32,text_dim=20,freq=16"
 COSMOS = "x_shape=(4,3,8,8),depth=1,dim=32,heads=2,rank=8,text_dim="
@@ -76,16 +78,15 @@ def made(request, tmp_path, monkeypatch):
     pipe.save_pretrained(tmp_path / "pipe")
     (tmp_path / "clips").mkdir()
     for i in range(4):
-        gif(tmp_path / f"clips/{i}.gif", rng.integers(0, 256, (3, 7, 20, 18), np.uint8))
+        write(tmp_path / f"clips/{i}.gif", rng.integers(0, 256, (3, 9, 20, 18), np.uint8))
         (tmp_path / f"clips/{i}.txt").write_text(" ".join(rng.choice(WORDS, 1 + i)))
     return name, pipe, trainer.defaults | run.TINY | dict(
         net=net, data=str(tmp_path / "clips"), encoders=str(tmp_path / "pipe"), offline=True, batch_size=4,
         encoder_dtype="", classes=0, given_frames=1, depth_model="fake")
 
-def gif(path, clip):
+def write(path, clip):
     """clip (3, F, H, W) uint8, a frame lasts 0.1 s."""
-    first, *more = (Image.fromarray(frame.transpose(1, 2, 0)) for frame in clip.transpose(1, 0, 2, 3))
-    first.save(path, save_all=True, append_images=more, duration=100, loop=0)
+    sample.save([Image.fromarray(frame) for frame in clip.transpose(1, 2, 3, 0)], path, 10, {})
 
 @torch.no_grad()
 def test_text_latents_and_what_the_net_looks_at_are_the_official_pipelines(made):
@@ -143,12 +144,40 @@ def test_clips_train_and_sample_from_a_folder_of_gifs_and_from_tars(made, tmp_pa
     own, stored = batches
     for a, b in (own["x0"], stored["x0"]), *((v, stored["cond"][k]) for k, v in own["cond"].items()):
         assert torch.allclose(a, b, atol=1e-5)
-    if name not in ("wan", "i2v", "cog"):
+    if name == "cosmos25":
         return
-    method, drawn = run.load("sft"), run.spy(monkeypatch, judge, "draw_samples")
-    given |= dict(teacher="", t_dist="uniform", max_iter=1, sample_every=1, steps=2)
-    loss, x0 = run.run(method, run.config(method, **given)).lines[-1]["loss"], drawn[-1][1]
-    assert np.isfinite(loss) and x0.shape[1:] == (4, 3, 8, 8) and x0.isfinite().all()
+    causal = dict(chunk=1) if name in ("wan", "vace") else {}
+    method, drawn = run.load("causal_sft" if causal else "sft"), run.spy(monkeypatch, judge, "draw_samples")
+    given |= dict(teacher="", t_dist="uniform", max_iter=1, sample_every=1, steps=2) | causal
+    result, x0 = run.run(method, run.config(method, **given)), drawn[-1][1]
+    assert np.isfinite(result.lines[-1]["loss"]) and x0.shape[1:] == (4, 3, 8, 8) and x0.isfinite().all()
+
+    # on from a clip, or its first frame, in two segments that overlap by one latent frame
+    begins = dict(vace="b", i2v="").get(name, "ab")
+    args = [str(result.folder), "--net=student", "--prompts=a cat", "--seeds=0,3", f"--out={tmp_path}/x.mp4"]
+    clip, more = f"--given={tmp_path}/clips/1.gif", ["--segments=2", "--overlap=1"]
+    if name == "cog":
+        run.refused(sample.main, [*args, clip], says=["--given", "causal", "chunk 0"])
+        return
+    bad = {"overlap 3 of 3": [clip, "--overlap=3"], "no file .gif": [f"--given={tmp_path}/none", *more],
+           "4 for 1 prompts": [f"--given={tmp_path}/clips"]} | ({} if name == "wan" else {"--given": more})
+    bad |= {"9 frames takes 17": [clip, "--segments=4", "--overlap=1"]} if name == "vace" else {}
+    for says, how in bad.items():
+        run.refused(sample.main, [*args, *how], says=says.split())
+    drawn.clear()
+    sample.main([*args, clip, *more])
+    (one, first), (two, second) = drawn
+    pixels, done = one[9].get("image", one[10]), encoders.decode(first, cfg)
+    own = data.value("1.gif", (tmp_path / "clips/1.gif").read_bytes(), (9, 0))
+    own = torch.tensor(data.cut(own, (3, 9, 16, 16)))
+    assert torch.equal(pixels[1], own[:, :pixels.shape[2]])
+    assert torch.equal(two[10], done[:, :, -1:]) and not torch.allclose(first, second)
+    for part, x0, x in ("a", first, pixels[:, :, :1]), ("b", second, two[10]):
+        apart = (x0[:, :, :1] - encoders.moments(x, cfg, "cpu")[:, :4]).abs().max()
+        assert (apart < (0.01 if name == "cosmos" else 1e-5)) == (part in begins)   # it ends at t = 0.002
+    assert name != "vace" or torch.equal(two[9]["image"][1], own[:, 4:])          # its depth moves along
+    with av.open(f"{tmp_path}/x.mp4") as file:
+        assert file.streams.video[0].frames == 9 and "segments: 2" in file.metadata["comment"]
 
 def test_latents_of_clips_lie_in_a_folder_and_begin_with_the_frame_that_the_net_is_given(tmp_path):
     stored = np.random.default_rng(0).random((2, 8, 3, 8, 8), np.float32)                   # mean, std
@@ -164,15 +193,7 @@ def test_latents_of_clips_lie_in_a_folder_and_begin_with_the_frame_that_the_net_
 def test_the_first_frames_of_a_video_are_taken_at_a_rate(end, tmp_path):
     grey = np.arange(12, dtype=np.uint8) * 20               # frame i, of 0.1 s, is that bright
     clip = np.broadcast_to(grey[:, None, None], (3, 12, 16, 16))
-    if end == "gif":
-        gif(tmp_path / "a.gif", clip)
-    else:
-        av = pytest.importorskip("av")
-        with av.open(tmp_path / "a.mp4", "w") as file:
-            stream = file.add_stream("mpeg4", rate=10, width=16, height=16, pix_fmt="yuv420p")
-            for frame in clip.transpose(1, 2, 3, 0):
-                file.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), "rgb24")))
-            file.mux(stream.encode())
+    write(tmp_path / f"a.{end}", clip)
     net = "wan:t2v_1_3b,depth=1,dim=24,heads=2,x_shape=(3,5,8,8)"
     cfg = trainer.defaults | dict(data=str(tmp_path), net=net)
     for fps, want in (0, [0, 1, 2, 3, 4]), (5, [0, 2, 4, 6, 8]), (25, [0, 0, 0, 1, 1]):
