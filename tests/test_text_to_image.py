@@ -22,7 +22,7 @@ import startup
 import trainer
 from nets import encoders
 from nets.layers import unpack
-from test_public_nets import PAIRS, SDS, near, pair, scheduler, tokens
+from test_image_nets import PAIRS, SDS, near, pair, scheduler, tokens
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
