@@ -109,7 +109,7 @@ def test_nets_equal_their_references(name):
         net.post_step()
         assert near(net(x, t, cond), want["D_after_fwn"]) and not near(want["D"], want["D_after_fwn"])
 
-# ---- diffusers' classes with fresh weights at other sizes, in pipelines; of images: test_image_nets.py
+# ---- diffusers' classes with fresh weights at other sizes, in pipelines; of images: test_text_to_image.py
 class Part:
     """In the place of a VAE, which gives these latents, and of a safety checker."""
     dtype, temperal_downsample = torch.float32, (False, True, True)
