@@ -1,4 +1,5 @@
-"""nets/edm.py, nets/discriminators.py and tools/convert_edm.py; what every net must do is in test_nets.py."""
+"""nets/edm.py, nets/edm2.py and tools/convert_edm.py; what every net must do is in test_nets.py."""
+import copy
 import os
 import pickle
 import sys
@@ -7,71 +8,43 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import golden_recipe
+import shard
 from common import make_net
-from nets import edm
+from families import FAMILIES, f64, load, make, near
+from nets import edm2
 from nets.discriminators import UNetHead, group_norm
 from run import differing, refused
 from tools import convert_edm
 
-f64 = torch.float64
+def count(net):
+    return sum(p.numel() for p in net.parameters())
 
-def golden(name, same=True, **options):
-    """(our net for a fixture's constructor arguments, the reference's outputs, x, t, cond, r). The net is
-    filled as the trainer does it: through adapt; what the recipe keeps (resample filters) stays as built."""
-    info, want, weights = golden_recipe.load(name)
-    c, given, size = info["config"], info["inputs"], info["config"]["img_resolution"]
-    kw = dict(x_shape=(c["img_channels"], size, size), width=c["model_channels"], mult=c["channel_mult"],
-              blocks=c["num_blocks"], attn=c["attn_resolutions"], dropout=c["dropout"],
-              label_dim=c["label_dim"], augment_dim=c["augment_dim"])
-    kw |= dict(adm=True, emb_mult=c["channel_mult_emb"]) if c["model_type"] == "DhariwalUNet" else dict(
-        noise_mult=c["channel_mult_noise"], fourier=c["embedding_type"] == "fourier",
-        residual=c["encoder_type"] == "residual", resample=c["resample_filter"])
-    net = edm.EDM(**kw | options).eval()
-    fit = {key: a for key, w in weights.items() if (a := net.adapt(key, w)) is not None}
-    left, unknown = net.load_state_dict(fit, strict=False)
-    assert not unknown and all(key.endswith("resample_filter") for key in left)
-    shapes = {key: list(v.shape) for key, v in net.state_dict().items()}
-    assert not same or shapes == {key: shape for key, shape, _ in info["state_dict"]}
-    t, r = (torch.tensor(v, dtype=f64) for v in (given.get("sigma") or given["t"], given.get("r", 0)))
-    cond = dict(label=torch.tensor([1, 3]))
-    if given.get("augment_labels"):
-        cond["augment"] = golden_recipe.tensor("aug", (2, 9), 1.0)
-    return net, want, golden_recipe.tensor("x", (2, 3, 8, 8)), t, cond, r
-
-def near(a, b):
-    return a.shape == b.shape and (a - b).abs().max() <= 2e-5
-
-@pytest.mark.parametrize("name", ["edm_ddpmpp", "edm_ncsnpp", "edm_adm"])
-def test_outputs_equal_the_reference(name):
-    net, want, x, t, cond, _ = golden(name)
-    taps, raw = tuple(range(net.n_taps)), []
-    net.model.register_forward_hook(lambda module, args, out: raw.append(out[0]))
-    got = net(x, t, cond, taps=taps)
-    features = [v for key, v in want.items() if key.startswith("feat_")]
-    assert near(got["out"], want["D"]) and near(raw[0], want["F"]) and near(net(x, t), want["D_uncond"])
-    assert len(features) == len(taps) and all(map(near, got["taps"], features))
-
-def test_outputs_with_r_and_logvar_or_without_augment_equal_the_reference():
-    net, want, x, t, cond, r = golden("fastgen_edm_ddpmpp_r", r=True, logvar=True)
-    got = net(x, t, cond, r=r, taps=(0, 1), logvar=True)
-    assert near(got["out"], want["D"]) and near(got["logvar"], want["logvar"][:, 0])
-    assert near(got["taps"][0], want["feat0"]) and near(got["taps"][1], want["feat1"])
-    assert near(net(x, t, cond, r=r, taps=(1,), stop=True)["taps"][0], want["early1"])
-    net, want, x, t, cond, _ = golden("edm_ddpmpp", same=False, augment_dim=0)      # its weights are dropped
-    assert near(net(x, t, dict(augment=cond["augment"])), want["D_uncond"])
-
-def test_public_sizes_have_the_published_parameter_counts():
-    count = lambda net: sum(p.numel() for p in net.parameters())
+def test_public_sizes_have_the_published_parameter_counts_taps_and_dropout():
     with torch.device("meta"):
         cifar, digits = make_net("edm:cifar10", logvar=True), make_net("edm:digits")
         assert count(cifar) == 55_735_428 and 4.2e5 < count(digits) < 4.8e5     # FastGen's, with the head
         assert count(make_net("edm:imagenet64", logvar=True)) == 295_899_460
         assert count(make_net("edm:cifar10,label_dim=0", logvar=True)) == 55_734_020
         assert 9.4e6 < count(UNetHead(cifar.tap_shapes((0, 1, 2)))) < 9.5e6             # FastGen: 9.44 M
-    assert cifar.tap_shapes((2, 0)) == [(256, 32, 32), (256, 8, 8)] and digits.sigma_data == 0.75
+        assert cifar.tap_shapes((2, 0)) == [(256, 32, 32), (256, 8, 8)] and digits.sigma_data == 0.75
+        assert [count(make_net(f"edm2:{size}")) for size in edm2.sizes] == [
+            280_209_253, 497_803_045, 777_492_197, 1_119_276_709]
+        net = make_net("edm2:imagenet64_s,dropout=0.4,dropout_res=16")
+    assert net.tap_shapes(range(4)) == [(192, 64, 64), (384, 32, 32), (576, 16, 16), (768, 8, 8)]
+    assert {name.split(".")[2].split("x")[0] for name in net.blocks if net.get_submodule(name).dropout} == {
+        "16", "8"}
+
+def test_a_source_with_augmentation_fills_a_net_without():
+    _, want, weights = golden_recipe.load("edm_ddpmpp")
+    net = load(make(FAMILIES["edm_ddpmpp"], augment_dim=0), weights)        # its weights are dropped
+    x, t = golden_recipe.tensor("x", (2, 3, 8, 8)), torch.tensor([0.3, 5.0], dtype=f64)
+    assert near(net(x, t, dict(augment=torch.ones(2, 9))), want["D_uncond"])
 
 def test_weights_start_as_published_and_a_label_beyond_the_classes_is_refused():
     bound = lambda w, b: 0.9 * b < w.abs().max() <= b * (1 + 1e-6)
@@ -87,11 +60,34 @@ def test_weights_start_as_published_and_a_label_beyond_the_classes_is_refused():
     assert (net.bfloat16()(x, t) - c_skip * x).abs().max() < 1e-4           # no type of weights rounds x_t,
     assert (times[0] - t.log() / 4).abs().max() < 1e-6                      # or t
     refused(net, x, t, dict(label=torch.tensor([0, 10])), says=["label 10 is not below"])
-    adm = edm.EDM((3, 8, 8), label_dim=4, width=64, mult=(1,), blocks=1, attn=(8,), adm=True).model
+    adm = make(FAMILIES["edm_adm"]).model
     block = adm.enc["8x8_block0"]
     assert bound(block.conv0.weight, (9 * 64) ** -0.5) and 0.9 < adm.map_label.weight.std() < 1.1
     assert not any(w.any() for w in (block.conv1.weight, block.proj.weight, adm.out_conv.bias))
     assert [group_norm(c).num_groups for c in (8, 48, 64, 768)] == [2, 12, 16, 32]
+    for bandwidth in (1.0, 0.1):
+        wave = make(FAMILIES["edm2"], width=64, bandwidth=bandwidth).unet.emb_fourier
+        assert 0.7 < wave.freqs.std() / (2 * torch.pi * bandwidth) < 1.3
+        assert 0 < wave.phases.min() < wave.phases.max() < 2 * torch.pi
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_forced_weight_normalization_gives_every_row_unit_size_whole_or_in_shards(world):
+    torch.manual_seed(0)
+    net = make(FAMILIES["edm2"], r=True, logvar=True)
+    start, huge = copy.deepcopy(net.state_dict()), torch.full((1, 32, 4, 4), 1e4)
+    assert net.unet.dec["4x4_in1"](huge, torch.ones(1, 32)).max() == 256
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)    # no one to talk to
+    try:
+        if world > 1:
+            fully_shard(net, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)))
+        net.post_step()
+        for key, v in net.state_dict().items():
+            assert shard.sharded(v) == (world > 1 and key in dict(net.named_parameters()))
+            mine = start[key][slice(*shard.rows(v))] if shard.sharded(v) else start[key]
+            size = mine.square().flatten(1).mean(1).sqrt() + 1e-4 if key.endswith("weight") else mine ** 0
+            assert near(shard.local(v), mine / size.reshape(-1, *[1] * (mine.ndim - 1)), 1e-5), key
+    finally:
+        dist.destroy_process_group()
 
 # ---- the converter; pickles are made as torch_utils.persistence makes them, with every trap we know of
 class Runs:

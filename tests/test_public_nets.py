@@ -1,90 +1,206 @@
-"""Networks of public models against golden outputs of the reference, through their key maps."""
-import copy
+"""Networks of public models: golden outputs of the references, diffusers' classes, their pipelines, sizes."""
 import json
-import math
 import re
+import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from einops import rearrange
-from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fill
 import golden_recipe
-import shard
-from common import make_net
-from nets import dit, edm2, flux, qwen_image, sd
+from common import make_net, predict
+from families import FAMILIES, draws, f64, load, make, near, pair, shake
 from nets.discriminators import Head, ImageDiTHead, UNetHead, VideoDiTHead
-from nets.layers import dynamic_mu, sigma_grid
+from nets.layers import unpack
 from run import refused
 
-def near(a, b, tolerance=2e-5):
-    return a.shape == b.shape and (a - b).abs().max() <= tolerance
+FIRST = torch.tensor([1.0, 0, 0])[:, None, None].expand(2, 1, 3, 1, 1)      # a condition_mask
+FASTGEN, ABS = dict(learn_sigma=False, r=True, logvar=True), dict(r=True, r_kind="abs")
+GOLDEN = {name: (name, "public", {}) for name in FAMILIES if (golden_recipe.folder / f"{name}.npz").exists()}
+GOLDEN |= dict(                          # file[/output]: family, layout of its keys, more options
+    edm2=("edm2", "public", dict(logvar=True)), sd15_mask=("sd15", "public", {}),
+    fastgen_dit_r_abs=("dit", "fastgen", FASTGEN),
+    fastgen_dit_r_diff=("dit", "fastgen", FASTGEN | dict(r_kind="diff")),
+    fastgen_edm_ddpmpp_r=("edm_ddpmpp", "public", dict(r=True, logvar=True)),
+    wan_orig_t2v=("wan_t2v", "original", {}), wan_orig_i2v=("wan_i2v", "original", dict(image_dim=1280)),
+    fastgen_cosmos25=("cosmos25", "fastgen", dict(eps=1e-6)))
+GOLDEN |= {f"fastgen_wan_r/{key}": ("wan_t2v", "public", options) for key, options in dict(
+    diff=dict(r=True, logvar=True), abs=ABS, no_r_skip1={}, abs_skip1=ABS,
+    abs_normtemb=ABS | dict(norm_temb=True)).items()}
 
-def renamed(net, layout):
-    """{their key: ours}."""
-    def theirs(key):
-        for ours, their in net.layouts[layout]:
-            key = re.sub(ours, their, key)
-        return key
-    return {theirs(key): key for key in net.state_dict()}
+def inputs(given, net, name):
+    """x, t, the condition and r of a fixture."""
+    draw, cond = golden_recipe.tensor, {}
+    for key, theirs in dict(text="context", pooled="pooled", control="control", image="image",
+                            augment="augment_labels").items():
+        if given.get(theirs):                           # shape, or name, shape, factor
+            own, shape, *_ = given[theirs] if type(given[theirs][0]) is str else (theirs, given[theirs])
+            cond[key] = draw(own.removeprefix("input:"), shape, *[1.0] * (key == "augment"))
+    cond |= {key: torch.tensor(given[key]) for key in ("guidance", "time_ids") if key in given}
+    cond["label"] = torch.tensor([3, -1] if "dit" in name or name == "sit" else [1, 3])
+    if name in ("flux", "qwen", "sd15_mask"):           # flux does not look at it
+        n = cond["text"].shape[1]
+        cond["text_mask"] = torch.arange(n) < torch.tensor([[n], [n // 2 + 1]])
+    if given.get("fps"):
+        cond["fps"] = torch.tensor([given["fps"]] * 2)
+    t = given.get("t", given.get("sigma"))
+    if name == "wan22_ti2v" or "cosmos25" in name:      # said in words: a time per frame
+        t = [[0, 0.999, 0.999], [0.2505] * 3] if "wan" in name else [0.75, 0.2]
+    t, r = (None if v is None else torch.tensor(v, dtype=f64) for v in (t, given.get("r")))
+    t, r = (v / 1000 if v is not None and t.max() > 10 else v for v in (t, r))      # they count it their way
+    x = draw("x", (2, *net.x_shape))
+    if "cog" in name:
+        x = draw("x", (2, 3, 4, 4, 6)).transpose(1, 2)
+    if "_i2v" in name:                                  # random channels beside x, even of the mask
+        if name == "wan_i2v":
+            x, y = draw("x", (2, 12, 3, 4, 6)).split([4, 8], dim=1)
+        else:
+            y, cond["image"] = draw("y", (2, 8, 3, 4, 6)), draw("clip", (2, 257, 1280))
+        cond["first_frame"] = y[:, 4:]
+        net.patch_embedding.register_forward_pre_hook(lambda _, args: (torch.cat([args[0][:, :4], y], 1),))
+    if "cosmos25" in name:                              # their first frames have times of their own
+        cond |= dict(condition_frames=x, condition_mask=FIRST)
+        net.condition_t = torch.tensor([[0.0], [0.1]], dtype=f64)
+    return x, 1 - t if name == "sit" else t, cond, r
 
-def load(net, weights, layout="public"):
-    names = renamed(net, layout)
-    net.load_state_dict({names[key]: v for key, v in weights.items()}, strict=False)
-    assert {k for k in names if k not in weights} <= {"pos_embed"}
-    return net.eval()
-
-DIT = dict(x_shape=(4, 8, 8), dim=32, depth=3, heads=4, label_dim=10)
-SD = dict(x_shape=(4, 8, 8), width=32, mult=(1, 2, 2), text_dim=24, groups=8)
-SDS = dict(sd15=SD | dict(depths=(1, 1, 0), heads=(4, 4, 4)),
-           sdxl=SD | dict(depths=(0, 2, 3), heads=(2, 4, 8), pooled_dim=16, id_dim=8))
-ROPE = dict(heads=2, dim=32, axes=(4, 6, 6), text_dim=24)
-FLOW = dict(flux=("flux:dev", dict(x_shape=(4, 4, 6), depth=2, single_depth=2, pooled_dim=20) | ROPE),
-            qwen=("qwen_image:base", dict(x_shape=(4, 6, 10), depth=3) | ROPE))
-FASTGEN = DIT | dict(learn_sigma=False, r=True, logvar=True)
-GOLDEN = dict(                           # and the taps of which a fixture holds the features
-    dit=("dit:dit_s2", DIT, (0, 1, 2)), sit=("dit:sit_s2", DIT, (0, 1, 2)),
-    fastgen_dit_r_abs=("dit:dit_s2", FASTGEN, (0, 2)),
-    fastgen_dit_r_diff=("dit:dit_s2", FASTGEN | dict(r_kind="diff"), (0, 2)),
-    sd15=("sd:sd15", SDS["sd15"], (0, 1, 2, 3)), sd15_mask=("sd:sd15", SDS["sd15"], (3,)),
-    sdxl=("sd:sdxl", SDS["sdxl"], (0, 1, 2, 3)), flux=(*FLOW["flux"], (0, 1, 2, 3)),
-    qwen=(*FLOW["qwen"], (0, 1, 2)))
-
-def tokens(x):
-    return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
+def feature(v, tap, name):
+    """A reference's feature (B, N, D), (B, T, h, w, D) or (B, D, H, W) in the shape of our tap."""
+    order = "(p q c)" if "wan" in name else "(c p q)"
+    if "wan" in name or "cog" in name:
+        return rearrange(v, f"b (t h w) {order} -> b c t (h p) (w q)", h=2, w=3, p=2, q=2)
+    return v if v.shape == tap.shape else v.flatten(1, -2).mT.reshape(tap.shape)
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_nets_of_images_equal_the_reference(name):
-    (info, want, weights), (spec, options, taps) = golden_recipe.load(name), GOLDEN[name]
-    net = load(make_net(spec, **options), weights, "fastgen" if "fastgen" in name else "public")
-    given, draw, length = info["inputs"], golden_recipe.tensor, 7 if "sd" in name else 5
-    t = torch.tensor(given["t"]).double()               # the references count it in their own way
-    t = 1 - t if name == "sit" else t / 1000 if t.max() > 1 else t
-    cond = dict(label=torch.tensor([3, -1]), guidance=torch.tensor([3.5, 1.0]),
-                text=draw("context", (2, length, 24)))
-    cond["pooled"] = draw("pooled", (2, options.get("pooled_dim", 0)))
-    if name not in ("sd15", "sdxl"):                    # flux does not look at it
-        cond["text_mask"] = torch.arange(length) < torch.tensor([[length], [length // 2 + 1]])
-    cond |= {key: torch.tensor(given[key]) for key in ("time_ids",) if key in given}
-    kw = dict(r=torch.tensor(given["r"]).double(), logvar=True) if "r" in given else {}
-    got = net(draw("x", (2, *net.x_shape)), t, cond, taps=taps, **kw)
+@torch.no_grad()
+def test_nets_equal_their_references(name):
+    (family, layout, options), (file, _, key) = GOLDEN[name], name.partition("/")
+    info, want, weights = golden_recipe.load(file)
+    net = load(make(FAMILIES[family], **options), weights, layout)
+    x, t, cond, r = inputs(info["inputs"], net, file)
+    if key:
+        want = {k[len(key) + 1:] or "out": v for k, v in want.items() if k.startswith(key)}
+    feats = {k: v for k, v in want.items() if "feat" in k and k != "feat_vace1" and name != "sd15_mask"}
+    if name == "wan_vace":                              # its second hint counts half; features lack hints
+        for p in net.vace_blocks[1].proj_out.parameters():
+            p.data.mul_(0.5)
+        feats["feat_block0"] += feats.pop("feat_vace0")
+        feats["feat_block2"] += want["feat_vace1"] / 2
+    taps = [int(k[-1]) if re.search(r"feat\d$", k) else i for i, k in enumerate(feats)]
+    got = net(x, t, cond, r=r if "r" in options else None, taps=taps, logvar="logvar" in options,
+              skip=(1,) if "skip" in key else ())
+    got = got if type(got) is dict else dict(out=got)
     # flux: guidance 3.5 makes angles of 3500, where exp's last digit counts: diffusers itself is 2.5e-5 off
-    tolerance = 5e-5 if name == "flux" else 2e-5
-    out = tokens(got["out"]) if name in FLOW else -got["out"] if name == "sit" else got["out"]
-    assert near(out, want["out"] if name in FLOW else want["out"][:, :4], tolerance)
-    for tap, v in zip(got["taps"], [v for key, v in want.items() if "feat" in key], strict=True):
-        assert near(tap, v if v.ndim == 4 else v.mT.reshape(tap.shape), tolerance)
-    assert "logvar" not in want or near(got["logvar"][:, None], want["logvar"])
+    tolerance, out, ref = 5e-5 if name == "flux" else 2e-5, got["out"], want.get("out", want.get("D"))
+    if name in ("flux", "qwen"):
+        ref = unpack(ref, x.shape[2] // 2)
+    out, ref = -out if name == "sit" else out, ref.transpose(1, 2) if "cog" in name else ref[:, :x.shape[1]]
+    if "cosmos25" in name:                              # but for the given frames
+        out, ref = out[:, :, 1:], ref[:, :, 1:]
+    assert near(out, ref, tolerance)
+    assert all(near(tap, feature(v, tap, name), tolerance)
+               for tap, v in zip(got.get("taps", ()), feats.values(), strict=True))
+    assert "logvar" not in want or near(got["logvar"], want["logvar"].flatten())
+    assert "D_uncond" not in want or near(net(x, t), want["D_uncond"])
     assert "pos_embed" not in want or near(net.pos_embed, want["pos_embed"], 1e-6)
+    if "D_after_fwn" in want:                           # EDM2's forced weight normalization
+        net.post_step()
+        assert near(net(x, t, cond), want["D_after_fwn"]) and not near(want["D"], want["D_after_fwn"])
 
-@pytest.mark.parametrize("steps, guidance", [(1, 1.0), (7, 1.0), (7, 4.0)])
+# ---- diffusers' classes with fresh weights at other sizes, in pipelines; of images: test_text_to_image.py
+class Part:
+    """In the place of a VAE, which gives these latents, and of a safety checker."""
+    dtype, temperal_downsample = torch.float32, (False, True, True)
+    config = SimpleNamespace(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, z_dim=4)
+    latents = torch.randn(1, 4, 3, 6, 10, generator=torch.Generator().manual_seed(3))
+    to = encode = lambda self, _: self
+
+def pipeline(name, ref, shift, z, cond, monkeypatch):
+    """The official one around a transformer, what it is called with besides texts, what ours is."""
+    import diffusers
+    flow = dict(prediction_type="flow_prediction", use_flow_sigmas=True)
+    if "cog" in name:
+        return diffusers.CogVideoXPipeline(None, None, None, ref, diffusers.CogVideoXDDIMScheduler(
+            prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing",
+            snr_shift_scale=3.0 if "2b" in name else 1.0)), dict(latents=z.transpose(1, 2)), {}
+    if "cosmos" in name:
+        kind = dict(cosmos2_t2i="2TextToImage", cosmos2_v2w="2VideoToWorld", cosmos25="2_5_PredictBase")[name]
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+        if name == "cosmos25":
+            scheduler = diffusers.UniPCMultistepScheduler(use_karras_sigmas=True, sigma_min=0.01,
+                                                          sigma_max=200.0, **flow)
+        fake = SimpleNamespace(resize=lambda mask, size, interpolation: mask.new_zeros(1, 1, *size))
+        fake.functional = fake.InterpolationMode = fake.NEAREST = fake          # torchvision may be missing
+        monkeypatch.setattr(sys.modules[type(ref).__module__], "transforms", fake, raising=False)
+        pipe = getattr(diffusers, f"Cosmos{kind}Pipeline")(None, None, ref, Part(), scheduler, Part())
+        if "t2i" in name:
+            return pipe, {}, {}
+        video = torch.rand((1, 3, 5, 48, 80) if name == "cosmos25" else (1, 5, 3, 48, 80))
+        keep = dict(condition_frames=Part.latents, condition_mask=1 - FIRST[:1].flip(2))    # two latents
+        keep |= {} if name == "cosmos25" else dict(fps=torch.tensor([16.0]))
+        return pipe, dict(num_frames=9, video=video), keep
+    scheduler = diffusers.UniPCMultistepScheduler(flow_shift=shift, **flow)
+    if name == "wan_t2v":
+        return diffusers.WanPipeline(None, None, None, scheduler, ref), dict(num_frames=9), {}
+    pipe = diffusers.WanImageToVideoPipeline(None, None, None, scheduler, None, None, ref,
+                                             expand_timesteps="ti2v" in name)
+    first, later = cond["first_frame"], (torch.arange(3) > 0)[:, None, None].expand(1, 1, 3, 6, 10).float()
+    beside = torch.cat([1 - later.expand(-1, 4, -1, -1, -1), first.expand_as(z)], dim=1)   # under its mask
+    pipe.prepare_latents = lambda *_: (z, first, later) if "ti2v" in name else (z, beside)
+    pipe.encode_image, pipe.vae = lambda *_: cond["image"], Part()
+    return pipe, dict(num_frames=9, image=torch.rand(1, 3, 48, 80)), cond
+
+@pytest.mark.parametrize("name, steps, guidance", [
+    (name, *each) for name in "wan_t2v wan22_ti2v wan_i2v cogvideox2b cogvideox5b cosmos2_t2i cosmos2_v2w "
+                              "cosmos25".split()
+    for each in ((2, 1.0), (7, 4.0), (48, 1.0)) if "wan" not in name or each[0] < 48])
+@torch.no_grad()
+def test_teachers_of_videos_sample_as_the_pipelines(name, steps, guidance, monkeypatch):
+    (ref, net), cog, family = pair(name), "cog" in name, FAMILIES[name]
+    cond, z = draws(family, 1), torch.randn(1, 4, 1 if "t2i" in name else 3, 6, 10)
+    text, negative = cond.pop("text"), torch.randn(1, *family.cond["text"])
+    cond["first_frame"] = torch.randn(1, 4, 1 if "ti2v" in name else 3, 6, 10)
+    pipe, kw, keep = pipeline(name, ref, getattr(net, "shift", 0), z, cond, monkeypatch)
+    pipe.set_progress_bar_config(disable=True)
+    want, = pipe(**dict(latents=z) | kw, num_inference_steps=steps, height=48, width=80, prompt_embeds=text,
+                 negative_prompt_embeds=negative, output_type="latent", return_dict=False,
+                 guidance_scale=guidance - (guidance > 1 and "cosmos" in name))
+    want = want.transpose(1, 2) if cog else want.view(z.shape)
+    cond, uncond = (dict(text=v, **keep) for v in (text, negative))
+    got = sys.modules[type(net).__module__].teacher_sample(net, lambda k: z, cond, steps, uncond, guidance)
+    if name == "cosmos25":                              # the pipeline leaves noise on these
+        assert near(got[:, :, :2], Part.latents[:, :, :2], 1e-4)
+        got[:, :, :2] += (z - got)[:, :, :2] / 201
+    assert near(got, want, 5e-5 * want.abs().max().clamp(min=1)) and not near(got, z, 0.1)
+
+@torch.no_grad()
+def test_vace_equals_diffusers_at_another_size():
+    (ref, net), text = pair("wan_vace"), torch.randn(2, 8, 16)
+    x, control, t = torch.randn(2, 4, 5, 6, 10), torch.randn(2, 24, 5, 6, 10), torch.rand(2)
+    assert near(net(x, t.double(), dict(text=text, control=control)),
+                ref(x, 1000 * t, text, control_hidden_states=control).sample)
+
+def test_cosmos_takes_given_frames_for_the_clean_ones_and_looks_at_nothing_else_of_them():
+    net, (x, clean, other) = shake(make(FAMILIES["cosmos25"])), torch.randn(3, 2, 4, 3, 4, 6)
+    t = torch.tensor([0.3, 0.9]).double()
+    cond = dict(text=torch.randn(2, 7, 20), condition_frames=clean, condition_mask=FIRST)
+    x0 = predict(net, x, t, cond)
+    assert near(predict(net, torch.where(FIRST > 0, other, x), t, cond), x0)
+    assert near(predict(net, x, t, cond | dict(condition_frames=torch.where(FIRST > 0, clean, other))), x0)
+    refused(net, x, t, cond | dict(condition_mask=FIRST[:, :, :2]), says=["condition_mask", "(2, 1, 3)"])
+    assert near(predict(net.bfloat16(), x, t, cond)[:, :, 0], clean[:, :, 0])
+    assert {*fill.theirs(net, "nvidia")} == {f"net.{key}" for key in fill.theirs(net, "fastgen")}
+    assert net.adapt("net.pos_embedder.seq", x) is net.adapt("net.blocks.0._extra_state", x) is None
+    image = make(FAMILIES["cosmos2_t2i"])
+    refused(sys.modules[type(net).__module__].teacher_sample, image, None, {}, 1, says=["2"])
+
+@pytest.mark.parametrize("steps, guidance", [(1, 1.0), (7, 4.0)])
 @torch.no_grad()
 def test_dit_teacher_samples_as_the_public_scheduler(steps, guidance):
     diffusers = pytest.importorskip("diffusers")
-    net = load(make_net("dit:dit_s2", **DIT), golden_recipe.load("dit")[2])
+    net = load(make(FAMILIES["dit"]), golden_recipe.load("dit")[2])
     scheduler = diffusers.DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False)
     scheduler.set_timesteps(steps)
     z, cond, uncond = torch.randn(2, 4, 8, 8), *(dict(label=torch.tensor(v)) for v in ([1, 5], [-1, -1]))
@@ -92,65 +208,8 @@ def test_dit_teacher_samples_as_the_public_scheduler(steps, guidance):
     for t in scheduler.timesteps:
         eps, empty = (net(x, (t / 1000).double().expand(2), c) for c in (cond, uncond))
         x = scheduler.step(empty + guidance * (eps - empty), t, x).prev_sample
-    got = dit.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance)
+    got = sys.modules[type(net).__module__].teacher_sample(net, lambda k: z, cond, steps, uncond, guidance)
     assert near(got, x, 1e-5 * x.abs().max())           # of a random net they reach 100
-
-# ---- EDM2
-EDM2 = dict(x_shape=(3, 8, 8), label_dim=4, width=16, mult=(1, 2), blocks=3, attn=(4,), head_dim=8,
-            logvar=True, logvar_dim=16)
-
-def test_edm2_equals_the_reference_before_and_after_forced_weight_normalization():
-    info, want, weights = golden_recipe.load("edm2")
-    net, raw = make_net("edm2:imagenet64_s", **EDM2).eval(), []
-    assert net.unet.out_gain.shape == (1,) and weights["unet.out_gain"].shape == ()
-    net.load_state_dict({key: net.adapt(key, v) for key, v in weights.items()})         # all keys, no other
-    x, t, cond = golden_recipe.tensor("x", (2, 3, 8, 8)), info["inputs"]["sigma"], torch.tensor([1, 3])
-    t, cond = torch.tensor(t).double(), dict(label=cond)
-    huge = net.unet.dec["4x4_in1"](torch.full((1, 32, 4, 4), 1e4), torch.ones(1, 32))
-    assert huge.max() == 256
-    net.unet.register_forward_hook(lambda module, args, out: raw.append(out))
-    got = net(x, t, cond, taps=(0, 1), logvar=True)
-    assert near(got["out"], want["D"]) and near(raw[0], want["F"]) and near(net(x, t), want["D_uncond"])
-    assert near(got["logvar"], want["logvar"].flatten())
-    assert near(got["taps"][0], want["feat_8x8_block2"]) and near(got["taps"][1], want["feat_4x4_block2"])
-    net.post_step()
-    assert near(net.unet.enc["8x8_conv"].weight, want["fwn_8x8_conv_weight"])
-    assert near(net(x, t, cond), want["D_after_fwn"]) and not near(want["D"], want["D_after_fwn"])
-    net = make_net("edm2:imagenet64_s", **EDM2 | dict(logvar=False))
-    assert {k for k, v in weights.items() if net.adapt(k, v) is None} == {k for k in weights if "logvar" in k}
-
-def test_edm2_has_the_published_sizes_and_options_of_recipes():
-    count = lambda spec: sum(p.numel() for p in make_net(spec).parameters())
-    with torch.device("meta"):
-        assert {size: count(f"edm2:{size}") for size in edm2.sizes} == dict(
-            imagenet64_s=280_209_253, imagenet64_m=497_803_045, imagenet64_l=777_492_197,
-            imagenet64_xl=1_119_276_709)
-        net = make_net("edm2:imagenet64_s,dropout=0.4,dropout_res=16")
-        assert net.tap_shapes(range(4)) == [(192, 64, 64), (384, 32, 32), (576, 16, 16), (768, 8, 8)]
-        apart = {name.split(".")[2].split("x")[0] for name in net.blocks if net.get_submodule(name).dropout}
-        assert apart == {"16", "8"}
-    for bandwidth in (1.0, 0.1):
-        net = make_net(f"edm2:imagenet64_s,bandwidth={bandwidth}", **EDM2 | dict(width=64))
-        assert 0.7 < net.unet.emb_fourier.freqs.std() / (2 * torch.pi * bandwidth) < 1.3
-        assert 0 < net.unet.emb_fourier.phases.min() < net.unet.emb_fourier.phases.max() < 2 * torch.pi
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_forced_weight_normalization_gives_every_row_unit_size_whole_or_in_shards(world):
-    torch.manual_seed(0)
-    net = make_net("edm2:imagenet64_s", **EDM2, r=True)
-    start = copy.deepcopy(net.state_dict())
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)    # no one to talk to
-    try:
-        if world > 1:
-            fully_shard(net, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)))
-        net.post_step()
-        for key, v in net.state_dict().items():
-            assert shard.sharded(v) == (world > 1 and key in dict(net.named_parameters()))
-            mine = start[key][slice(*shard.rows(v))] if shard.sharded(v) else start[key]
-            size = mine.square().flatten(1).mean(1).sqrt() + 1e-4 if key.endswith("weight") else mine ** 0
-            assert near(shard.local(v), mine / size.reshape(-1, *[1] * (mine.ndim - 1)), 1e-5), key
-    finally:
-        dist.destroy_process_group()
 
 # ---- heads of discriminators
 def test_heads_equal_the_reference_and_those_of_public_models_have_its_sizes():
@@ -170,68 +229,7 @@ def test_heads_equal_the_reference_and_those_of_public_models_have_its_sizes():
             assert abs(sum(p.numel() for p in head.parameters()) / 1e6 - millions) < 0.1
             assert [type(head.get_submodule(name)) for name in head.blocks] == [Head]
 
-# ---- Stable Diffusion 1.5 and XL
-def unet(size, mult=(1, 2, 2), **options):
-    """The module diffusers, its net with random weights, ours with the same."""
-    diffusers, config = pytest.importorskip("diffusers"), golden_recipe.load(size)[0]["config"]
-    torch.manual_seed(0)
-    reference = diffusers.UNet2DConditionModel(
-        **config | dict(block_out_channels=[32 * m for m in mult], sample_size=8))
-    net = make_net(f"sd:{size}", **SDS[size] | dict(mult=mult) | options)
-    net.load_state_dict(reference.state_dict())
-    return diffusers, reference.eval(), net.eval()
-
-@pytest.mark.parametrize("size, mult, shape", [("sd15", (1, 3, 2), (12, 20)), ("sdxl", (1, 3, 4), (7, 13))])
-@torch.no_grad()
-def test_sd_equals_diffusers_at_another_size_and_each_condition_counts(size, mult, shape):
-    _, reference, net = unet(size, mult)
-    x, t = torch.randn(3, 4, *shape), torch.tensor([0.0, 0.5005, 0.999]).double()
-    cond = dict(text=torch.randn(3, 9, 24), text_mask=(torch.rand(3, 9) < 0.6).long())
-    cond |= dict(pooled=torch.randn(3, 16), time_ids=torch.randint(2000, (3, 6))) if size == "sdxl" else {}
-    added = dict(text_embeds=cond.get("pooled"), time_ids=cond.get("time_ids"))
-    out = net(x, t, cond)
-    assert near(out, reference(x, 1000 * t, cond["text"], encoder_attention_mask=cond["text_mask"],
-                               added_cond_kwargs=added).sample)
-    for key in cond:
-        less = {k: v for k, v in cond.items() if k != key}
-        less |= {key: cond[key] + 1} if key in ("text", "pooled") else {}
-        assert not near(net(x, t, less), out, 1e-3)
-    if size == "sdxl":                                  # which no bfloat16 tells apart
-        sizes = [cond | dict(time_ids=torch.full((3, 6), pixels)) for pixels in (1023.0, 1024.0)]
-        assert not torch.equal(*(net.bfloat16()(x, t, c) for c in sizes))
-
-def scheduler(name, **changes):
-    """That of the public pipeline."""
-    betas = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
-                 timestep_spacing="leading")
-    shift, flow = dict(use_dynamic_shifting=True, base_shift=0.5), "FlowMatchEulerDiscreteScheduler"
-    kind, own = dict(
-        sd15=("PNDMScheduler", betas | dict(skip_prk_steps=True, set_alpha_to_one=False)),
-        sdxl=("EulerDiscreteScheduler", betas), flux=(flow, shift | dict(max_shift=1.15)),
-        qwen=(flow, shift | dict(max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)))[name]
-    return getattr(pytest.importorskip("diffusers"), kind)(**own | changes)
-
-@pytest.mark.parametrize("size, pred, steps, guidance", [
-    ("sd15", "eps", 1, 1.0), ("sd15", "eps", 3, 1.0), ("sd15", "eps", 7, 5.0), ("sd15", "v", 6, 3.0),
-    ("sdxl", "eps", 3, 1.0), ("sdxl", "eps", 7, 5.0), ("sdxl", "v", 6, 3.0)])
-@torch.no_grad()
-def test_sd_teacher_samples_as_the_public_pipeline(size, pred, steps, guidance):
-    diffusers, reference, net = unet(size, pred=pred)
-    kind = dict(eps="epsilon", v="v_prediction")[pred]
-    draw = lambda: dict(prompt_embeds=torch.randn(2, 7, 24), pooled_prompt_embeds=torch.randn(2, 16))
-    z, absent, given, negative = torch.randn(2, 4, 8, 8), ["vae", "text_encoder", "tokenizer"], draw(), draw()
-    cond, uncond = (dict(zip(("text", "pooled"), each.values())) for each in (given, negative))
-    if size == "sd15":
-        make, absent = diffusers.StableDiffusionPipeline, absent + ["safety_checker", "feature_extractor"]
-        del given["pooled_prompt_embeds"], negative["pooled_prompt_embeds"]
-    else:
-        make, absent = diffusers.StableDiffusionXLPipeline, absent + ["text_encoder_2", "tokenizer_2"]
-    pipeline = make(**dict.fromkeys(absent), unet=reference, scheduler=scheduler(size, prediction_type=kind))
-    pipeline.set_progress_bar_config(disable=True)
-    want = pipeline(**given, **{f"negative_{k}": v for k, v in negative.items()}, latents=z.clone(),
-                    num_inference_steps=steps, guidance_scale=guidance, output_type="latent").images
-    assert near(sd.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance), want, 1e-4)
-
+# ---- full sizes
 @pytest.mark.parametrize("name, spec", [
     ("flux", "flux:dev"), ("qwen", "qwen_image:base"), ("sd15", "sd:sd15"), ("sdxl", "sd:sdxl"),
     ("cog2b", "cogvideox:2b"), ("cog5b", "cogvideox:5b"), ("cosmos2-2b-t2i", "cosmos_predict2:t2i_2b"),
@@ -244,73 +242,8 @@ def test_full_sizes_have_the_public_keys(name, spec):
         net = make_net(spec)
     want, own = json.loads((golden_recipe.folder / "full_size_keys.json").read_text())[name], net.state_dict()
     assert sum(p.numel() for p in net.parameters()) == want["params"]
-    kind, wanted, names = re.compile(r"\.(\d+|{i})(?=\.)"), Counter(), renamed(net, "public")
+    kind, wanted, names = re.compile(r"\.(\d+|{i})(?=\.)"), Counter(), fill.theirs(net, "public")
     for key, shape, n in want["keys"]:
         wanted[kind.sub(".#", key), tuple(shape)] += n
     assert Counter((kind.sub(".#", key), tuple(own[ours].shape)) for key, ours in names.items()) == wanted
     assert len(names) == want["tensors"]
-
-# ---- Flux, Qwen-Image
-PAIR = dict(x_shape=(8, 4, 4), dim=48, heads=3, axes=(4, 4, 8), text_dim=20)
-PAIRS = dict(flux=PAIR | dict(depth=1, single_depth=3, pooled_dim=12), qwen=PAIR | dict(depth=2))
-
-def pair(name):
-    """Of diffusers, with random weights: the transformer, a pipeline around it; ours with these weights."""
-    diffusers, heads = pytest.importorskip("diffusers"), dict(attention_head_dim=16, num_attention_heads=3)
-    sizes = dict(joint_attention_dim=20, axes_dims_rope=(4, 4, 8), in_channels=32, **heads)
-    torch.manual_seed(0)
-    if name == "flux":
-        ref = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=3, pooled_projection_dim=12,
-                                               guidance_embeds=True, **sizes)
-        pipe = diffusers.FluxPipeline(None, None, None, None, None, None, ref)
-    else:
-        ref = diffusers.QwenImageTransformer2DModel(num_layers=2, out_channels=8, **sizes)
-        pipe = diffusers.QwenImagePipeline(None, None, None, None, ref)
-    pipe.scheduler = scheduler(name)
-    pipe.set_progress_bar_config(disable=True)
-    for p in ref.parameters():
-        p.data.add_(0.1 * torch.randn_like(p))
-    net = make_net(FLOW[name][0], **PAIRS[name])
-    net.load_state_dict(ref.state_dict())
-    return ref.eval(), pipe, net.eval()
-
-def prompt(length=7):
-    return dict(text=torch.randn(3, length, 20), pooled=torch.randn(3, 12),
-                text_mask=torch.arange(length) < torch.tensor([[length], [1], [4]]),
-                guidance=torch.tensor([1.0, 3.5, 9.0]))
-
-@pytest.mark.parametrize("height, width", [(6, 14), (10, 4)])
-@pytest.mark.parametrize("name", FLOW)
-def test_flux_and_qwen_image_equal_diffusers_at_other_sizes(name, height, width):
-    (ref, _, net), cond, h, w = pair(name), prompt(), height // 2, width // 2
-    x, t = torch.randn(3, 8, height, width), torch.tensor([1.0, 0.62, 0.01])
-    ids = torch.tensor([[0.0, i, j] for i in range(h) for j in range(w)])
-    kw = dict(txt_ids=torch.zeros(7, 3), img_ids=ids, pooled_projections=cond["pooled"],
-              guidance=cond["guidance"])
-    if name == "qwen":
-        kw = dict(img_shapes=[[(1, h, w)]] * 3, encoder_hidden_states_mask=cond["text_mask"])
-    want = ref(tokens(x), cond["text"], timestep=t, **kw).sample
-    assert near(tokens(net(x, t.double(), cond)), want)
-
-@pytest.mark.parametrize("steps, guidance", [(2, 1.0), (2, 4.0), (7, 2.5)])
-@pytest.mark.parametrize("name, module", [("flux", flux), ("qwen", qwen_image)])
-def test_teacher_of_flux_and_qwen_image_samples_as_the_pipeline(name, module, steps, guidance):
-    (_, pipe, net), cond, uncond = pair(name), prompt(), prompt(7 if name == "flux" else 4)
-    z, kw = torch.randn(3, 8, 12, 20), {}
-    if name == "flux":
-        net.embed_guidance = kw["guidance_scale"] = 2.0
-        del cond["guidance"], uncond["guidance"]
-    second = ("pooled", "pooled_prompt_embeds") if name == "flux" else ("text_mask", "prompt_embeds_mask")
-    for key, theirs in (("text", "prompt_embeds"), second):
-        kw |= {theirs: cond[key], f"negative_{theirs}": uncond[key]}
-    want = pipe(latents=tokens(z), height=96, width=160, num_inference_steps=steps, output_type="latent",
-                true_cfg_scale=guidance, **kw).images
-    got = module.teacher_sample(net, lambda k: z, cond, steps, uncond, guidance)
-    assert near(tokens(got), want, 1e-4) and not near(tokens(got), tokens(z), 0.1)
-
-def test_times_of_the_flow_samplers_in_closed_form():
-    assert sigma_grid(4) == [1, 0.75, 0.5, 0.25, 0] and sigma_grid(1, 3.0, 0.02) == [1, 0]
-    assert sigma_grid(2, math.log(3)) == pytest.approx([1, 0.75, 0])            # 3 s / (1 + 2 s)
-    assert sigma_grid(4, 0.0, 0.1) == pytest.approx([1, 0.7, 0.4, 0.1, 0])      # linear: stays so
-    assert sigma_grid(2, 0.9, 0.02) == pytest.approx([1, 0.02, 0])
-    assert [dynamic_mu(n, (256, 0.5), (4096, 1.15)) for n in (256, 2176, 4096)] == [0.5, 0.825, 1.15]
