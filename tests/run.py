@@ -1,12 +1,12 @@
 """Shared by the tests: a tiny run of any method file, its files, new processes for ranks."""
 import copy
+import itertools
 import json
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -50,12 +50,11 @@ def config(method, **changes):
     """The method's own config on the toy net, with changes; a method that has a teacher gets a toy one."""
     cfg = train.resolve(method, [])[0]
     extra = TINY | EXTRA.get(method.path.stem, {})
+    net = (extra | changes)["net"]
     if method.config.get("teacher"):
-        extra["teacher"] = teacher((extra | changes)["net"])
-    if "stage1" in method.config:
-        extra["stage1"] = extra["teacher"]
+        extra |= {key: teacher(net) for key in ("teacher", "stage1") if key in {*method.config} - {*changes}}
     if "data" in method.config:
-        extra["data"] = (pairs if "kd" in method.config["recipes"] else clips)((extra | changes)["net"])
+        extra["data"] = (pairs if "kd" in method.config["recipes"] else clips)(net)
     assert {*extra, *changes} <= {*cfg}, {*extra, *changes} - {*cfg}
     return cfg | extra | changes
 
@@ -65,8 +64,7 @@ def setup(name, /, **changes):
 
 def stepping(name, after):
     """A method whose step(nets, batch, it, cfg) returns after(what it did return, nets, it)."""
-    method = load(name)
-    step = method.step
+    step = (method := load(name)).step
     method.step = lambda nets, batch, it, cfg: after(step(nets, batch, it, cfg), nets, it)
     return method
 
@@ -147,14 +145,11 @@ def one_step(method, nets, cfg, it, batch=None):
 
 def run(method, cfg):
     """Trains; -> nets (those of the trainer, with what they hold now), folder, lines of metrics.jsonl."""
-    nets, build = {}, method.build
-    method.build = lambda cfg: nets.update(build(cfg)) or nets
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        built = spy(patch, method, "build")
         trainer.train(method, dict(cfg))
-    finally:
-        method.build = build
     folder = startup.output_folder(cfg)
-    return SimpleNamespace(nets=nets, folder=folder, lines=lines(folder))
+    return SimpleNamespace(nets=built[-1][1], folder=folder, lines=lines(folder))
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -165,10 +160,8 @@ def its(lines, key="loss"):
 
 def assert_alike(ours, others, rel=0.0):
     """The same lines, up to this relative error and the clock."""
-    assert len(ours) == len(others)
-    for a, b in zip(ours, others):
-        a, b = ({k: v for k, v in line.items() if k not in TIMING} for line in (a, b))
-        assert b == (pytest.approx(a, rel=rel) if rel else a)
+    a, b = ([{k: v for k, v in line.items() if k not in TIMING} for line in each] for each in (ours, others))
+    assert b == [pytest.approx(line, rel=rel, abs=0) for line in a]
 
 def saved(folder, it):
     return ckpt.load(ckpt.path(folder / "checkpoints", it))
@@ -214,29 +207,30 @@ def start(world, folder, check, *args):
         process.start()
     return processes
 
-def ranks(world, check, *args, timeout_s=240):
-    """[check(*args) on every rank], each in a new process, over gloo; an error or a hang of any raises."""
+def ranks(world, check, *args, timeout_s=900):
+    """[check(*args) on every rank], each in a new process; AssertionError with what each rank has to say if
+    any raised, hung or ended early."""
     with tempfile.TemporaryDirectory() as folder:
         processes = start(world, folder, check, *args)
-        until = time.monotonic() + timeout_s
         for process in processes:
-            process.join(max(0.0, until - time.monotonic()))
+            process.join(timeout_s)
             process.kill()
+            process.join()
         files = [Path(folder, f"rank{rank}") for rank in range(world)]
-        results = [pickle.loads(f.read_bytes()) if f.exists() else (None, "no answer") for f in files]
-    for rank, (_, error) in enumerate(results):
-        assert error is None, f"rank {rank} of {world}: {error}"
+        results = [pickle.loads(f.read_bytes()) if f.exists() else (None, f"exit code {process.exitcode}")
+                   for f, process in zip(files, processes)]
+    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
+    assert not errors, "\n".join(errors)
     return [result for result, _ in results]
 
 def child(rank, world, folder, env, check, args):
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    start, stores = dist.init_process_group, iter(range(1000))
-    def through_a_file(*_, **__):
-        start("gloo", init_method=f"file://{folder}/store{next(stores)}", rank=rank, world_size=world,
-              timeout=timedelta(seconds=120))
-    dist.init_process_group = through_a_file
+    start, stores = dist.init_process_group, itertools.count()
+    dist.init_process_group = lambda *_, **__: start(
+        "gloo", init_method=f"file://{folder}/store{next(stores)}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=120))
     try:
         result = check(*args), None
     except BaseException:

@@ -1,36 +1,11 @@
-"""tools/bench.py: what its tables list. Speed itself is not tested."""
+"""tools/bench.py, table.py and gpu_check.py: what they list. Speed is not tested, and GPUs only rehearsed."""
 import re
 
 import pytest
 
 import run
-from tools import bench
+from tools import bench, gpu_check
 from tools import table as results_table
-
-PARTS = ["data + encode", "step", "backward", "average, clip + guard", "optimizer", "EMA + log",
-         "= iteration"]
-FAKE = {"student forward": 1, "fake_score forward + backward": 1, "fake_score forward to a tap + backward": 1,
-        "discriminator forward + backward": 2}
-STUDENT = {"student forward + backward": 1, "fake_score forward": 1, "teacher forward": 1,
-           "fake_score forward to a tap + input gradient": 1, "discriminator forward + input gradient": 1}
-
-def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(capsys):
-    words = "--net toy:tiny --batch_size 4 --blocks 2 --iters 2 --optimizer radam"  # it reads its counters
-    bench.main([str(run.DMD2), *words.split()])
-    rows, syncs = {}, {}
-    for line in capsys.readouterr().out.splitlines()[1:-1]:
-        if head := re.match(r"(\w+): (\d+) device sync", line):
-            rows[head[1]], syncs[head[1]] = [], int(head[2])
-        else:
-            name, value = re.fullmatch(r"  (\S.*?) +([\d.]+)  \[[\d.]+ [\d.]+\]", line).groups()
-            rows[[*rows][-1]].append((name, float(value)))
-    assert syncs == dict(fake=1, student=1) and list(rows) == ["fake", "student"]
-    for phase, calls in dict(fake=FAKE, student=STUDENT).items():
-        names = [f"{name} x {n}" if n > 1 else name for name, n in calls.items()] + ["optimizer", "= passes"]
-        assert [name for name, _ in rows[phase]] == names + PARTS + ["ratio"]
-        values, n = [value for _, value in rows[phase]], len(names) - 1
-        assert sum(values[:n]) == pytest.approx(values[n], abs=0.005)   # of two blocks median = mean
-        assert sum(values[n + 1:n + 7]) == pytest.approx(values[n + 7], abs=0.005)
 
 MARKS = {"*": "backward", "!": "input gradient", "~": "-mode", ".": "to a tap"}
 
@@ -38,7 +13,6 @@ MARKS = {"*": "backward", "!": "input gradient", "~": "-mode", ".": "to a tap"}
     ("cm", dict(distill=False, guidance=1.0), "student* student", ""),
     ("cm", {}, "student* student teacher teacher teacher teacher", ""),
     ("tcm", {}, "student* student stage1", ""), ("tcm", dict(stage1=""), "student* student", ""),
-    ("sft", dict(logvar=True), "student*", ""),
     ("sft", {}, "student*", ""), ("kd", dict(steps=2), "student*", ""),
     ("scm", dict(guidance=2.0), "student* student~ teacher teacher", ""),
     ("scm", dict(jvp="fused", distill=False), "student*~", ""),
@@ -56,7 +30,6 @@ MARKS = {"*": "backward", "!": "input gradient", "~": "-mode", ".": "to a tap"}
 def test_a_step_makes_the_calls_that_it_must_and_bench_makes_the_same(name, changes, student, fake):
     method, cfg = run.setup(name, **changes)
     nets, batch = run.nets_of(method, cfg), run.batch_of(cfg)
-    assert ("discriminator" in nets) == bool(cfg.get("gan_weight") or name in ("f_distill", "ladd"))
     opts, calls = method.optimizers(nets, cfg), bench.Calls(nets)
     for phase, it in run.phases(method, cfg).items():
         run.turn(nets, opts, phase)
@@ -72,9 +45,28 @@ def test_a_step_makes_the_calls_that_it_must_and_bench_makes_the_same(name, chan
         assert sorted(made) == sorted(dict(student=student, fake=fake)[phase].split()), " ".join(made)
         assert sorted(map(repr, calls.seen)) == seen and {*run.gradients(nets)} == with_grad
 
+def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(capsys):
+    words = "--net toy:tiny --batch_size 4 --blocks 2 --iters 2 --optimizer radam"  # it reads its counters
+    bench.main([str(run.DMD2), *words.split()])
+    heads, *tables = re.split(r"(\w+: \d+ device sync)", capsys.readouterr().out)
+    assert tables[::2] == ["fake: 1 device sync", "student: 1 device sync"]
+    for text, passes in zip(tables[1::2], (5, 6)):
+        names, values = zip(*re.findall(r"^  (\S.*?) +([\d.]+)  \[[\d.]+ [\d.]+\]$", text, re.M))
+        n, values = names.index("= passes"), [float(value) for value in values]
+        assert n == passes and names[n + 1:] == ("data + encode", "step", "backward", "average, clip + guard",
+                                                 "optimizer", "EMA + log", "= iteration", "ratio")
+        assert sum(values[:n]) == pytest.approx(values[n], abs=0.005)   # of two blocks median = mean
+        assert sum(values[n + 1:n + 7]) == pytest.approx(values[n + 7], abs=0.005)
+
 def test_the_readmes_table_takes_new_figures_into_its_row_alone():
     text, row = results_table.README.read_text(), dict(fd=9.87, fd_std=0.65, command="a", minutes=7.4)
     new = results_table.rewrite(text, dict(cm=[row | dict(steps=n) for n in (1, 4)], nobody=[]))
     line, = set(new.splitlines()) - set(text.splitlines())
     assert "`methods/cm.py`" in line and line.count("9.87 ± 0.65") == 2 and " | 7 | " in line
-    assert {*run.METHODS} - {*results_table.RUNS} == {"causal_kd", "causal_sft", "causvid", "self_forcing"}
+
+def test_a_gpu_check_has_its_verdict_and_one_that_fails_does_not_end_the_others(capsys, monkeypatch):
+    monkeypatch.setattr(gpu_check, "RUNS", dict(odd=("dmd2", "--amp=fp7"), fp32=gpu_check.RUNS["fp32"]))
+    assert gpu_check.main(["--quick"]) == 1
+    odd, fp32, last = capsys.readouterr().out.splitlines()
+    assert "FAILED: " in odd and "fp7" in odd and last == "2 runs, 1 failed"
+    assert re.search(r" s  [\d.]+ ms, [\d.]+ GB, loss [\d.]+, first off 0e\+00", fp32)

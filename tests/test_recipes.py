@@ -26,8 +26,8 @@ TINY = dict(
     sd15=dict(heads=(2, 2, 4, 4)), sdxl=dict(heads=(2, 2, 4), depths=(0, 1, 2), pooled_dim=6, id_dim=4))
 ALL = presets.names()
 
-def shrunk(method, cfg):
-    """(config, nets, a batch of 4 as encode gives it) of a preset whose net is made tiny."""
+def shrunk(method, cfg, n=4):
+    """(config, nets, a batch of n as encode gives it) of a preset whose net is made tiny."""
     head, *options = cfg["net"].split(",", 1)
     family, size = head.split(":")
     sizes = importlib.import_module(f"nets.{family}").sizes
@@ -38,26 +38,19 @@ def shrunk(method, cfg):
         nets = method.build(cfg)
     for p in (p for net in nets.values() for p in net.parameters()):    # none that starts at 0 hides another
         p.data.add_(0.05 * torch.randn_like(p))
-    return cfg, nets, random_batch(nets["student"], cfg)
-
-def random_batch(net, cfg, n=4):
-    """What encode gives: labels, text, augmentation, what a video net looks at and a teacher's states, as net
-    and config have them."""
-    draw = lambda *shape: torch.randn(n, *shape)
-    (c, *size), kind = net.x_shape, getattr(net, "first", "")
-    seen = dict(first_frame=draw(c, 1 if kind == "replace" else size[0], *size[1:])) if kind else {}
-    seen |= dict(image=draw(3, net.image_dim)) if getattr(net, "image_dim", 0) else {}
-    seen |= dict(control=draw(net.control, *size)) if getattr(net, "control", 0) else {}
-    if cfg["given_frames"]:
-        mask = (torch.arange(size[0]) < cfg["given_frames"]).float().view(-1, 1, 1)
-        seen |= dict(condition_frames=draw(c, *size), condition_mask=mask.expand(n, 1, -1, 1, 1))
-    def cond(label):
-        sizes = dict(text=(5, getattr(net, "text_dim", 0)), pooled=(getattr(net, "pooled_dim", 0),),
-                     augment=(augment.dim(cfg),))
-        return {k: draw(*size) for k, size in sizes.items() if size[-1]} | seen | dict(label=label)
+    has, (c, f, *size) = lambda name: getattr(nets["student"], name, 0), nets["student"].x_shape
+    shapes = dict(text=(5, has("text_dim")), pooled=(has("pooled_dim"),), augment=(augment.dim(cfg),),
+                  image=(3, has("image_dim")), control=(has("control"), f, *size),      # a 0: has none
+                  first_frame=(c * bool(has("first")), 1 if has("first") == "replace" else f, *size),
+                  condition_frames=(c * bool(cfg["given_frames"]), f, *size))
     none, path_t = torch.full((n,), -1), torch.tensor(cfg.get("t_list", ()), dtype=torch.float64)
-    return dict(x0=draw(*net.x_shape), cond=cond(torch.arange(n) if cfg["classes"] else none),
-                uncond=cond(none), path=draw(len(path_t), *net.x_shape), path_t=path_t)
+    cond = {k: torch.randn(n, *shape) for k, shape in shapes.items() if 0 not in shape}
+    cond |= dict(label=torch.arange(n) if cfg["classes"] else none)
+    if cfg["given_frames"]:
+        mask = (torch.arange(f) < cfg["given_frames"]).float().view(-1, 1, 1)
+        cond["condition_mask"] = mask.expand(n, 1, -1, 1, 1)
+    return cfg, nets, dict(x0=torch.randn(n, c, f, *size), cond=cond, uncond=cond | dict(label=none),
+                           path=torch.randn(n, len(path_t), c, f, *size), path_t=path_t)
 
 def steps(method, cfg, nets, batch):
     """Of each phase (name, CPU ms, loss, logs) of its first step, whose gradients the nets then hold."""
@@ -73,27 +66,25 @@ def test_a_preset_builds_at_full_size_and_takes_a_step_of_each_phase(name, prese
     assert ALL.count((name, preset)) == 1               # none hides another
     start = time.process_time()
     method, cfg, nets = presets.load(name, preset)
-    seconds = time.process_time() - start
-    assert {*method.init(cfg)} <= {*nets} and seconds < 2
+    assert {*method.init(cfg)} <= {*nets} and time.process_time() - start < 4     # imports included
     assert sum(p.numel() for p in nets["student"].parameters()) > 1e5
     cfg, nets, batch = shrunk(method, cfg)
     owned = run.owned(method, nets, cfg)
     for phase, _, loss, logs in steps(method, cfg, nets, batch):
-        assert all(torch.as_tensor(v).isfinite() for v in (loss, *logs.values()))
         grads = run.gradients(nets)     # Qwen-Image's last block makes text that nothing reads
-        assert {*grads} <= owned[phase] and all(g.isfinite().all() for g in grads.values())
+        assert all(torch.as_tensor(v).isfinite().all() for v in (loss, *logs.values(), *grads.values()))
         moved = {k.split(".")[0] for k, g in grads.items() if g.any()}
-        assert moved == {k.split(".")[0] for k in owned[phase]}
+        assert {*grads} <= owned[phase] and moved == {k.split(".")[0] for k in owned[phase]}
 
 def test_the_list_of_presets_has_their_sizes_and_memory(capsys):
     presets.main(["sft/sit_xl", "dmd2/sdxl", "--ranks=16", "--steps"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    found = {line[0]: [float(v) for v in line[3:] if v.replace(".", "").isdigit()] for line in lines[1:]}
-    (student, _, *sit), (sdxl, _, *sharded) = found["sft"], found["dmd2"]
-    assert (lines[1][:3], lines[2][:3]) == (["sft", "sit_xl", "dit:sit_xl2"], ["dmd2", "sdxl", "sd:sdxl"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    (student, _, *sit), (sdxl, _, *sharded) = (
+        [float(v) for v in row[3:] if v.replace(".", "").isdigit()] for row in rows)
+    assert [row[:3] for row in rows] == [["sft", "sit_xl", "dit:sit_xl2"], ["dmd2", "sdxl", "sd:sdxl"]]
     one = 4 * student * 1e6 / 2 ** 30                   # GB of one float32 copy
     assert student == pytest.approx(674.8, abs=0.1)
-    assert sit[:5] == pytest.approx([one, one, 2 * one, 2 * one, 6 * one], abs=0.06)
-    assert sdxl == pytest.approx(2567, abs=3) and len(sit) == 6 and len(sharded) == 7
+    assert sit == pytest.approx([one, one, 2 * one, 2 * one, 6 * one, sit[5]], abs=0.06)
+    assert sdxl == pytest.approx(2567, abs=3) and len(sharded) == 7     # with the ms of two phases
     assert sharded[0] == pytest.approx(3 * 4 * sdxl * 1e6 / 2 ** 30 / 16, rel=0.02)     # three nets, 16 rows
     refused(presets.main, ["dmd2/sdlx"], says=["did you mean dmd2/sdxl"])

@@ -12,19 +12,9 @@ from torch import nn
 import run
 import shard
 import watch
-from run import refused, setup
+from run import refused, setup, stepping
 from test_preempt import until
 from tools import bench
-
-def stepping(before, *args, **changes):
-    """setup(...) that calls before(it) before each step and multiplies the loss by its result, if any."""
-    method, cfg = setup(*args, **changes)
-    step = method.step
-    def patched(nets, batch, it, cfg):
-        factor, (loss, parts) = before(it), step(nets, batch, it, cfg)
-        return loss * (factor or 1.0), parts
-    method.step = patched
-    return method, cfg
 
 class Spoil(nn.Module):
     """Passes its input on, or nan, or what has the derivative 1 + 0 sqrt'(0), which is nan."""
@@ -32,22 +22,19 @@ class Spoil(nn.Module):
     def forward(self, x):
         return {"": x + 0, "forward": x * float("nan"), "backward": x + (x * 0).sqrt()}[self.how]
 
-def make_net():
-    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), Spoil()), nn.Linear(4, 4))
-
 BLOCK, GRADIENT = (f"student.0.{what} is not finite" for what in (    # the module before it gets that
     "1 (Spoil): its output", "0 (Linear): the gradient of its output"))
-NAMED = dict.fromkeys(("plain", "recomputed"), ["", GRADIENT, BLOCK]) | {
-    "no grad": ["", "", BLOCK], "jvp": ["", BLOCK, BLOCK]}              # jvp: the tangent is nan
 
-@pytest.mark.parametrize("kind", NAMED)
-def test_the_first_module_of_the_first_micro_step_that_is_not_finite_is_named_at_one_sync(kind):
+@pytest.mark.parametrize("kind, expected", [
+    ("plain", ["", GRADIENT, BLOCK]), ("recomputed", ["", GRADIENT, BLOCK]), ("no grad", ["", "", BLOCK]),
+    ("jvp", ["", BLOCK, BLOCK])])                       # the tangent is nan
+def test_the_first_module_of_the_first_micro_step_that_is_not_finite_is_named_at_one_sync(kind, expected):
     """In micro-steps while a module is fine, bad backward, bad forward."""
-    nets, x, names = dict(teacher=make_net(), student=make_net()), torch.randn(3, 4), []
-    anomaly, net = watch.Anomaly(nets), nets["student"]
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Spoil()), nn.Linear(4, 4))
+    x, anomaly = torch.randn(3, 4), watch.Anomaly(dict(teacher=nn.Linear(4, 4), student=net))
     if kind == "recomputed":
         net[0].forward = shard.recomputed(net[0].forward)
-    for net[0][1].how in "", "backward", "forward":
+    for net[0][1].how, found in zip(("", "backward", "forward"), expected):
         with torch.set_grad_enabled(kind != "no grad"), bench.Syncs() as syncs:
             anomaly.start()
             out = sum(torch.func.jvp(net, (x,), (torch.ones_like(x),)) if kind == "jvp" else
@@ -55,24 +42,29 @@ def test_the_first_module_of_the_first_micro_step_that_is_not_finite_is_named_at
             if kind != "no grad":
                 out.sum().backward()
             anomaly.stop()
-        assert syncs.n <= 1 and anomaly.flags == []
-        names.append(anomaly.found)
-    assert names == NAMED[kind]
+        assert syncs.n <= 1 and anomaly.flags == [] and anomaly.found == found
     anomaly.start(first=False)                          # what the micro-step before has found stays
     anomaly.stop()
-    net(torch.ones(3, 4))                               # a validation
+    net(x)                                              # a validation
     assert anomaly.found == BLOCK and anomaly.flags == []
 
-def two_ranks():
+def redirected(file):
+    """Makes this process say into a file what it says."""
+    out = open(file, "a+")
+    os.dup2(out.fileno(), 1)
+    os.dup2(out.fileno(), 2)
+    return out
+
+def two_ranks(folder):
     """What a run says at the end, and of updates that it leaves out."""
-    rank, said = os.environ["RANK"], open(f"{os.environ['FEWSTEP_OUTPUT_ROOT']}{os.environ['RANK']}", "w+")
-    os.dup2(said.fileno(), 1)
-    method, cfg = stepping(lambda it: float("nan") if rank == "1" and it in (1, 4, 5, 6) else 1.0, "sft",
-                           max_iter=8, max_skipped=3, anomaly=True, accum=2, save_every=2, parallel="fsdp")
+    rank = os.environ["RANK"]
+    said, bad = redirected(f"{folder}/{rank}"), dict.fromkeys((1, 4, 5, 6) if rank == "1" else (), torch.nan)
+    method = stepping("sft", lambda values, nets, it: (values[0] * bad.get(it, 1.0), values[1]))
+    cfg = run.config(method, max_iter=8, max_skipped=3, anomaly=True, accum=2, save_every=2, parallel="fsdp")
     return refused(run.run, method, cfg), said.seek(0) or said.read()
 
-def test_two_ranks_name_the_module_of_a_sharded_net_and_the_rank_whose_loss_is_not_finite():
-    (sentence, said), (sentence1, said1) = run.ranks(2, two_ranks)
+def test_two_ranks_name_the_module_of_a_sharded_net_and_the_rank_whose_loss_is_not_finite(tmp_path):
+    (sentence, said), (sentence1, said1) = run.ranks(2, two_ranks, tmp_path)
     assert sentence == sentence1 and said1 == ""
     why = (r"\(rank 1: loss nan dsm [\d.]+ "
            r"\(first student\S* \(Toy\): the gradient of its output is not finite\)\)")
@@ -80,29 +72,24 @@ def test_two_ranks_name_the_module_of_a_sharded_net_and_the_rank_whose_loss_is_n
     skips = re.findall(rf"left out at it (.), phase 'student': the gradient was not finite {why}\n", said)
     assert skips == ["1", "4"] and said.count("left out") == 2          # the first of a row
 
-def hang(folder):
+def stuck(values, nets, it):
+    time.sleep(100 if it == 2 and os.environ["RANK"] == "1" else 0)
+    return values
+
+def hang(file):
     """A run of which rank 1 comes to it 2 and no further."""
-    log = open(f"{folder}/said", "a")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    def stuck(it):
-        if it == 2 and os.environ["RANK"] == "1":
-            time.sleep(100)
-    run.run(*stepping(stuck, "sft", max_iter=4, timeout_s=5, parallel="fsdp"))
+    redirected(file)
+    method = stepping("sft", stuck)
+    run.run(method, run.config(method, max_iter=4, timeout_s=10, parallel="fsdp"))
 
 def test_a_hung_run_ends_with_a_line_per_rank(tmp_path):
-    setup("sft")
-    processes = run.start(2, tmp_path, hang, tmp_path)
-    for process in processes:
-        process.join(90)
-        process.kill()
-        process.join()
-    said = (tmp_path / "said").read_text()              # 0: it heard that the other one had left
-    assert tuple(p.exitcode for p in processes) in [(75, 75), (75, 0), (0, 75)] and "done: " not in said
-    lines = sorted(line for line in said.splitlines() if "made no progress" in line)
-    places = r"in \w+.py:\d+ predict <", r"in test_watch.py:\d+ stuck < .* < startup.py:\d+ call"
+    with pytest.raises(AssertionError, match="exit code 75"):           # one may hear that the other left
+        run.ranks(2, hang, tmp_path / "said")
+    said = (tmp_path / "said").read_text()
+    lines = sorted(line for line in said.splitlines() if "at it 2" in line)     # a slow start is told, too
+    places = r"backward\): in \w+.py:\d+ ", r"step\): in test_watch.py:\d+ stuck < .* < startup.py:\d+ call"
     for rank, (place, line) in enumerate(zip(places, lines, strict=True)):
-        assert re.match(rf"rank {rank} made .* 5 s at it 2 \(phase 'student', step\): {place}", line), line
+        assert re.match(rf"rank {rank} made .* 10 s at it 2 \(phase 'student', {place}", line), line
 
 def test_the_watchdog_is_quiet_while_marks_come_and_ends_with_the_run():
     class Dog(watch.Watchdog):
