@@ -38,6 +38,7 @@ import files
 import fill
 import judge
 import logs
+import media
 import startup
 import train
 import trainer
@@ -168,7 +169,7 @@ def shape_of(net, frames=None):
 def pixels(cfg, frames):
     """How many frames of pixels so many latent ones are."""
     vae = cfg.get("encoders") and encoders.described(cfg["encoders"], cfg["offline"])[1]
-    return 1 + (encoders.factors(vae)[1] if vae else 1) * (frames - 1)
+    return 1 + (encoders.factors(vae)[2] if vae else 1) * (frames - 1)
 
 
 def going_on(cfg, net, args):
@@ -202,11 +203,11 @@ def read_clips(place, shape, fps):
     """Clips (N, *shape) of pixels, shape (C, F, H, W), uint8, of --given; of moving digits in [-1, 1]."""
     if place == "moving_digits":
         return torch.from_numpy(data.clips("val", range(297), shape[1])[0])
-    kinds, clips = {*data.suffixes, *data.videos} - {".npy"}, []
+    kinds, clips = {*media.IMAGES, *media.VIDEOS}, []
     every = sorted(Path(place).iterdir()) if Path(place).is_dir() else [Path(place)]
     for file in (file for file in every if file.suffix.lower() in kinds):
         with data.reading(f"--given {file}"):
-            clip = torch.tensor(data.cut(data.value(file.name, file.read_bytes(), (shape[1], fps)), shape))
+            clip = torch.tensor(media.cut(media.value(file.name, file.read_bytes(), (shape[1], fps)), shape))
         if clip.shape[1] < shape[1]:
             raise BadInput(f"--given {file} is 1 frame, but {shape[1]} are needed; give a video")
         clips.append(clip if len(clip) == shape[0] else clip.float().mean(0, True).round().byte())

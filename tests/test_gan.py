@@ -177,7 +177,7 @@ def test_the_exact_critic_has_its_known_losses_and_slope(name, kind, q, gan_d, g
     assert held["student"].std.grad.item() == pytest.approx(slope, rel=0.01)
     noised = spy(monkeypatch, common, "add_noise")
     assert method.step(held, batch, at["fake"], cfg)[1]["gan_d"].item() == pytest.approx(gan_d, rel=2e-3)
-    (_, x, eps, _), (_, x0, eps_real, _) = noised[-2][0], noised[-1][0]
+    (_, _, eps, _), (_, x0, eps_real, _) = noised[-2][0], noised[-1][0]
     assert torch.equal(x0, batch["x0"]) and torch.equal(eps, eps_real) == same
 
 @pytest.mark.parametrize("name", ["dmd2", "f_distill", "ladd"])

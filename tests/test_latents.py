@@ -1,6 +1,5 @@
 """ImageNet-256's way in miniature: stored latents of classes; MeanFlow and SFT of DiT and SiT on them."""
 import io
-import json
 import sys
 import zipfile
 

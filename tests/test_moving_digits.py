@@ -9,6 +9,7 @@ from PIL import Image
 import common
 import data
 import evaluate
+import media
 import run
 import sample
 from run import refused
@@ -104,7 +105,7 @@ def test_a_run_on_moving_digits_is_sampled_as_clips_and_scored(tmp_path, capsys)
     held = (data.clips("val", range(4), 2)[0][:, 0] * 127.5 + 128).clip(0, 255).astype(np.uint8)
     for k in range(4):
         files = [tmp_path / folder / f"{k:07d}.gif" for folder in ("on", "again")]
-        on, again = (np.stack([read()[..., 0] for _, read in data.stills("x.gif", file.read_bytes())])
+        on, again = (np.stack([read()[..., 0] for _, read in media.stills("x.gif", file.read_bytes())])
                      for file in files)
         assert on.shape == (20, 12, 12) and again.shape == (8, 12, 12)
         assert np.array_equal(on[:2], held[k]) and np.array_equal(again[:2], held[k])

@@ -240,7 +240,7 @@ def test_arguments_are_never_mutated_and_what_cannot_be_used_is_refused(family):
     refused(make, family, nobody_knows_this=1, says=["nobody_knows_this"])
     if kind in ("flux", "qwen_image", "cogvideox") or "t2i" in family.spec or "wan:t2v" in family.spec:
         refused(net, x[..., 1:], t, cond, says=["even"])
-    needed = {"text", "pooled", "image", "control", *["first_frame"] * ("i2v" in family.spec)}
+    needed = {"text", "pooled", "image", "control", *["first_frame"] * (":i2v" in family.spec)}
     for key in needed & {*cond} if public else ():
         refused(net, x, t, without(cond, key), says=[key])
         refused(net, x, t, cond | {key: cond[key][..., 1:]}, says=[str(tuple(cond[key][..., 1:].shape))])

@@ -12,6 +12,7 @@ from PIL import Image
 import common
 import data
 import judge
+import media
 import run
 import sample
 import trainer
@@ -168,8 +169,8 @@ def test_clips_train_and_sample_from_a_folder_of_gifs_and_from_tars(made, tmp_pa
     sample.main([*args, clip, *more])
     (one, first), (two, second) = drawn
     pixels, done = one[9].get("image", one[10]), encoders.decode(first, cfg)
-    own = data.value("1.gif", (tmp_path / "clips/1.gif").read_bytes(), (9, 0))
-    own = torch.tensor(data.cut(own, (3, 9, 16, 16)))
+    own = media.value("1.gif", (tmp_path / "clips/1.gif").read_bytes(), (9, 0))
+    own = torch.tensor(media.cut(own, (3, 9, 16, 16)))
     assert torch.equal(pixels[1], own[:, :pixels.shape[2]])
     assert torch.equal(two[10], done[:, :, -1:]) and not torch.allclose(first, second)
     for part, x0, x in ("a", first, pixels[:, :, :1]), ("b", second, two[10]):
