@@ -88,8 +88,8 @@ sft_dit = sft_text | rare | dict(weight_decay=0.0, max_iter=400000, guidance=4.0
 sft_video = sft_text | dict(batch_size=64, max_iter=5000)
 sft_cosmos, sft_wan = sft_video | dict(max_iter=10000, steps=35), sft_video | dict(lr=5e-5)
 # the student's own weights are the bidirectional ones; FastGen never begins with a clean prefix
-sft_causal = constant | dict(lr=5e-5, batch_size=64, max_iter=5000, chunk=3, t_dist="uniform", t_shift=5.0,
-                             steps=50, ema=())
+sft_causal = constant | dict(lr=5e-5, batch_size=64, max_iter=5000, chunk=3, window=0, t_dist="uniform",
+                             t_shift=5.0, steps=50, ema=())
 
 # ---- methods: consistency
 plain = constant | dict(clip=0.0, tf32=False, ema=constant_emas)
@@ -125,7 +125,7 @@ dmd2_two = dmd2_video | dict(steps=2, t_list=(0.999, 0.833))
 dmd2_cogvideox = dmd2_flow | dict(t_list=(0.999, 0.881, 0.735, 0.482), sampler="ode", max_iter=10000)
 kd = constant | dict(lr=7e-5, batch_size=64, max_iter=6000, t_list=(0.999,), ema=())
 # a student that samples in chunks; FastGen's averages are frozen copies, here they are Self-Forcing's
-causal = rates(5e-6) | dict(chunk=3, t_list=four, batch_size=64, max_iter=5000, update_ratio=4,
+causal = rates(5e-6) | dict(chunk=3, window=0, t_list=four, batch_size=64, max_iter=5000, update_ratio=4,
                             betas=(0.9, 0.999), gan_weight=3e-3, gan_taps=taps_30)
 ode_init = "Self-Forcing/checkpoints/ode_init.pt#generator"
 runs = "outputs/fewstep"
@@ -254,13 +254,14 @@ of_causvid = dict(
     # 8, less guidance
     wan_fastgen=wan_1b | causal | rates(5e-5) | dict(student=ode_init, gan_weight=1e-3),
     wan_4steps=wan_1b | rates(2e-6) | dict(
-        student=f"{runs}/wan/causal_kd_wan", chunk=3, t_list=(0.999, 0.96, 0.8889, 0.7273), t_shift=8.0,
-        guidance=3.0, batch_size=64, max_iter=6000))
+        student=f"{runs}/wan/causal_kd_wan", chunk=3, window=0, t_list=(0.999, 0.96, 0.8889, 0.7273),
+        t_shift=8.0, guidance=3.0, batch_size=64, max_iter=6000))
 of_self_forcing = dict(
     # WanT2V/config_sf, _14b, WanV2V/config_sf
-    wan_fastgen=wan_1b | causal | dict(student=ode_init),
-    wan_14b=wan_14b | causal | dict(student=f"{runs}/clips-480p/causal_sft_wan_14b", gan_taps=taps_40),
-    vace=vace | causal | dict(student=f"{runs}/clips-480p/causal_sft_vace", guidance=4.0))
+    wan_fastgen=wan_1b | causal | dict(frames_max=0, student=ode_init),
+    wan_14b=wan_14b | causal | dict(
+        frames_max=0, student=f"{runs}/clips-480p/causal_sft_wan_14b", gan_taps=taps_40),
+    vace=vace | causal | dict(frames_max=0, student=f"{runs}/clips-480p/causal_sft_vace", guidance=4.0))
 
 presets = {(method, name): preset for method, own in dict(
     sft=of_sft, causal_sft=of_causal_sft, kd=of_kd, cm=of_cm, scm=of_scm, tcm=of_tcm, mean_flow=of_mean_flow,

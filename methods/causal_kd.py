@@ -11,7 +11,8 @@ the data, the last at t = 0; one random chunk is then noisy, and the loss is its
 makes the data, guidance in them; a causal net makes "chunk", another "clip".
 
     python tools/make_pairs.py --net wan:digits,chunk=2 --teacher assets/moving_digits_causal.pth
-        --data moving_digits --path_t 0.999,0.9375,0.8333,0.625 --out outputs/pairs/moving_digits
+        --data moving_digits --path_t 0.999,0.9375,0.8333,0.625 --pairs 8000 --steps 12
+        --out outputs/pairs/moving_digits
     python train.py methods/causal_kd.py                            moving digits
 """
 import torch
@@ -21,25 +22,25 @@ import common
 config = dict(
     recipes="causal_kd", net="wan:digits",
     data="outputs/pairs/moving_digits",         # a folder of tools/make_pairs.py
-    teacher="assets/moving_digits.pth",         # where the student starts; "" = drawn at random
+    teacher="assets/moving_digits_causal.pth",         # where the student starts; "" = drawn at random
     chunk=2, steps=4,                # frames made at once (paper: 3), and the steps of each chunk
     guidance=1.0,                    # that of the pairs; another value is refused
     pairs="chunk",                   # chunk (a causal teacher's), clip (a bidirectional one's)
     mask_clean=True,                 # clean frames are left out of the mean (clip; FastGen keeps them in)
-    max_iter=3000, batch_size=32, lr=1e-3, lr_schedule="cosine", warmup=100,
+    max_iter=3000, batch_size=16, lr=1e-3, lr_schedule="cosine", warmup=100,
     optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...; the pairs have states there
     context_noise=0.0,               # t of the finished chunks in the sampler's cache
-    window=0, sink=0,                # frames it sees of them, and first frames it sees besides; 0 = all
+    window=8, sink=0,                # frames it sees, its own included, and first ones besides; 0 = all
     ema=("ema:power=0.1",),
 )
 
 presets = dict(
     # CausVid's wan_causal_ode: 1.5 k pairs at guidance 6 and 50 Euler steps (theirs at shift 8), 128 clips
     wan=dict(net="wan:t2v_1_3b", data="outputs/pairs/wan", teacher="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-             chunk=3, pairs="clip", guidance=6.0, steps=3, t_list=(0.999, 0.757, 0.522), batch_size=128,
-             lr=2e-6, lr_schedule="constant", warmup=0, amp="bf16", parallel="fsdp", recompute=True,
-             save_every=500, val_every=0, sample_every=500),
+             chunk=3, window=0, pairs="clip", guidance=6.0, steps=3, t_list=(0.999, 0.757, 0.522),
+             batch_size=128, lr=2e-6, lr_schedule="constant", warmup=0, amp="bf16", parallel="fsdp",
+             recompute=True, save_every=500, val_every=0, sample_every=500),
 )
 
 

@@ -40,14 +40,14 @@ config = dict(
     loss_weight="",              # "" = unit; bell (Self-Forcing's code: middle times); see common.loss_weight
     steps=32,                    # of the sampler (DDIM), in every chunk
     context_noise=0.0,           # t of the finished chunks in the sampler's cache
-    window=0, sink=0,            # frames it sees of them, and first frames it sees besides; 0 = all
+    window=8, sink=0,            # frames it sees, its own included, and first ones besides; 0 = all
     ema=("ema:power=0.05",),
 )
 
 presets = dict(
     # Causal Forcing's ar_diffusion, the teacher of causal pairs: at least 2000 iterations of up to 64 clips
     wan=dict(net="wan:t2v_1_3b", data="clips-480p", teacher="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", chunk=3,
-             forcing="teacher", loss_weight="bell", t_shift=5.0, cond_dropout=0.0, batch_size=64,
+             window=0, forcing="teacher", loss_weight="bell", t_shift=5.0, cond_dropout=0.0, batch_size=64,
              max_iter=2000, lr=2e-6, lr_schedule="constant", warmup=0, betas=(0.0, 0.999), guidance=6.0,
              steps=50, amp="bf16", parallel="fsdp", recompute=True, save_every=500, val_every=0,
              sample_every=500),

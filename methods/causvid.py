@@ -21,16 +21,16 @@ from nets.discriminators import make_head
 
 config = dict(
     recipes="causvid", net="wan:digits", data="moving_digits", teacher="assets/moving_digits.pth",
-    student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
+    student="assets/moving_digits_causal.pth", fake_score="",     # where they start; "" = the teacher
     chunk=2, steps=4,                # frames made at once (paper: 3, or 1), and the steps of each chunk
-    max_iter=3600, batch_size=32,    # 600 student updates
+    max_iter=1800, batch_size=16,    # 300 student updates
     update_ratio=5,                  # fake updates before each student update; at least 1
-    lr=1e-4, lr_fake=2e-4, lr_disc=2e-4,        # student, fake score, discriminator
+    lr=5e-4, lr_fake=1e-3, lr_disc=2e-4,        # student, fake score, discriminator
     optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...: 1, .75, .5, .25, shifted by 5
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     context_noise=0.0,               # t of the finished chunks in the sampler's cache
-    window=0, sink=0,                # frames it sees of them, and first frames it sees besides; 0 = all
+    window=8, sink=0,                # frames it sees, its own included, and first ones besides; 0 = all
     t_dist="shifted",                # noise levels of dm, dsm and GAN; common.t_quantile lists them
     t_mean=0.0, t_std=1.0, t_shift=5.0,         # of lognormal and logitnormal; of "shifted"
     t_min=0.02, t_max=0.98,          # t is clamped to these: w explodes where nothing is left to predict
@@ -46,9 +46,10 @@ presets = dict(
     # The authors' wan_causal_dmd: 64 clips of 21 frames, times by shift 8, their guidance 3.5 is 4.5 here;
     # assumption: 1000 student updates, where they saw it saturate. --student: as self_forcing.py
     wan=dict(net="wan:t2v_1_3b", data="clips-480p", teacher="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-             student="outputs/fewstep/wan/causal_kd_wan", chunk=3, steps=3, t_list=(0.999, 0.757, 0.522),
-             t_shift=8.0, guidance=4.5, batch_size=64, max_iter=6000, lr=2e-6, lr_fake=2e-6, amp="bf16",
-             parallel="fsdp", recompute=True, save_every=600, val_every=0, sample_every=600),
+             student="outputs/fewstep/wan/causal_kd_wan", chunk=3, window=0, steps=3,
+             t_list=(0.999, 0.757, 0.522), t_shift=8.0, guidance=4.5, batch_size=64,
+             max_iter=6000, lr=2e-6, lr_fake=2e-6, amp="bf16", parallel="fsdp", recompute=True,
+             save_every=600, val_every=0, sample_every=600),
 )
 
 

@@ -24,19 +24,19 @@ from nets.discriminators import make_head
 
 config = dict(
     recipes="self_forcing", net="wan:digits", data="moving_digits", teacher="assets/moving_digits.pth",
-    student="", fake_score="",       # where they start, path[#entry]; "" = the teacher
+    student="assets/moving_digits_causal.pth", fake_score="",     # where they start; "" = the teacher
     teacher_net="",                  # the teacher's, where it is another one; "" = net
     chunk=2, steps=4,                # frames made at once (paper: 3, or 1), and the steps of each chunk
-    max_iter=3600, batch_size=32,    # 600 student updates
+    max_iter=1800, batch_size=16,    # 300 student updates
     update_ratio=5,                  # fake updates before each student update; at least 1
-    lr=1e-4, lr_fake=2e-4, lr_disc=2e-4,        # student, fake score, discriminator
+    lr=5e-4, lr_fake=1e-3, lr_disc=2e-4,        # student, fake score, discriminator
     optimizer="adamw", betas=(0.0, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...: 1, .75, .5, .25, shifted by 5
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
     last_step_only=False, grad_chunks=0,        # exit at the last step; chunks with a gradient, 0 = all
     context_noise=0.0,               # t of the finished chunks in the cache
-    window=0, sink=0,                # frames a chunk sees, and first frames it sees besides; 0 = all
-    frames_max=0,                    # longest rollout; 0 = the data's frames
+    window=8, sink=0,                # frames a chunk sees, and first frames it sees besides; 0 = all
+    frames_max=16,                   # longest rollout; 0 = the data's frames
     first_frame=False,               # clips go on from the data's first frame, cond["first_frame"]
     t_dist="shifted",                # noise levels of dm, dsm and GAN; common.t_quantile lists them
     t_mean=0.0, t_std=1.0, t_shift=5.0,         # of lognormal and logitnormal; of "shifted"
@@ -55,8 +55,9 @@ presets = dict(
     wan=dict(net="wan:t2v_1_3b", data="clips-480p", teacher_net="wan:t2v_14b",
              teacher="Wan-AI/Wan2.1-T2V-14B-Diffusers",
              student="outputs/fewstep/wan/causal_kd_wan", fake_score="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-             chunk=3, guidance=4.0, batch_size=64, max_iter=720, lr=2e-6, lr_fake=4e-7, amp="bf16",
-             parallel="fsdp", recompute=True, save_every=60, val_every=0, sample_every=60),
+             chunk=3, window=0, frames_max=0, guidance=4.0, batch_size=64, max_iter=720, lr=2e-6,
+             lr_fake=4e-7, amp="bf16", parallel="fsdp", recompute=True, save_every=60, val_every=0,
+             sample_every=60),
 )
 
 
