@@ -87,7 +87,7 @@ def test_a_hung_run_ends_with_a_line_per_rank(tmp_path):
         run.ranks(2, hang, tmp_path / "said")
     said = (tmp_path / "said").read_text()
     lines = sorted(line for line in said.splitlines() if "at it 2" in line)     # a slow start is told, too
-    places = r"backward\): in \w+.py:\d+ ", r"step\): in test_watch.py:\d+ stuck < .* < startup.py:\d+ call"
+    places = r"step\): in \w+.py:\d+ ", r"step\): in test_watch.py:\d+ stuck < .* < startup.py:\d+ call"
     for rank, (place, line) in enumerate(zip(places, lines, strict=True)):
         assert re.match(rf"rank {rank} made .* 10 s at it 2 \(phase 'student', {place}", line), line
 
