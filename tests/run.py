@@ -39,8 +39,8 @@ EXTRA = dict(cm=dict(guidance=2.0),   # else what is its teacher learns from rou
              mean_flow=dict(guidance=2.0), scm=dict(tangent_warmup=0), f_distill=dict(ratio_bins=0),
              sft=dict(steps=2, dropout=0.1), ladd=dict(gan_loss="softplus", lr_disc=1e-4, r1_weight=1.0),
              causal_sft=dict(net="toy:video", steps=2), causal_kd=dict(net="toy:video"),
-             causvid=dict(net="toy:video", gan_weight=0.5),
-             self_forcing=dict(net="toy:video", gan_weight=0.5, frames_max=8))
+             causvid=dict(net="toy:video", gan_weight=0.5, student=""),
+             self_forcing=dict(net="toy:video", gan_weight=0.5, frames_max=8, student=""))
 
 def load(name):
     """A fresh copy of a method module, which a test may patch."""
