@@ -61,7 +61,8 @@ def load_run(folder, it=None, guidance=None, say=print):
     folder = files.place(folder)
     its = ckpt.scan(folder / "checkpoints")
     if not its:
-        raise BadInput(f"{folder} holds no checkpoints; give a run folder, as outputs/fewstep/digits/dmd2")
+        lacks = "holds no checkpoints" if files.exists(folder) else "does not exist"
+        raise BadInput(f"{folder} {lacks}; give a run folder, as outputs/fewstep/digits/dmd2")
     if it is None:
         it, state = ckpt.newest(folder / "checkpoints", say)
         if state is None:
@@ -204,6 +205,8 @@ def read_clips(place, shape, fps):
     if place == "moving_digits":
         return torch.from_numpy(data.clips("val", range(297), shape[1])[0])
     kinds, clips = {*media.IMAGES, *media.VIDEOS}, []
+    if not Path(place).exists():
+        raise BadInput(f"--given {place} does not exist; give a picture, a video, or a folder of them")
     every = sorted(Path(place).iterdir()) if Path(place).is_dir() else [Path(place)]
     for file in (file for file in every if file.suffix.lower() in kinds):
         with data.reading(f"--given {file}"):

@@ -96,9 +96,10 @@ def test_a_run_on_moving_digits_is_sampled_as_clips_and_scored(tmp_path, capsys)
     gif, one = Image.open(tmp_path / "x.gif"), Image.open(tmp_path / "apart/0000003.gif")
     assert (gif.n_frames, gif.info["duration"], one.n_frames, one.size) == (11, 100, 8, (12, 12))
     refused(sample.main, [*args, f"--out={tmp_path / 'x.webm'}"], says=["no .webm", ".gif", ".mp4"])
-    for words, *how in (("--given or --segments", "--overlap=2"), ("no file", "--given=none"),
+    for words, *how in (("--given or --segments", "--overlap=2"), ("none does not exist", "--given=none"),
                         ("must be 1 to 7", "--segments=2", "--overlap=8")):
         refused(sample.main, [*args, *how], says=[words])
+    refused(sample.main, [str(tmp_path / "none")], says=["none does not exist"])
     # held-out clips go on, and so do the files of those, over segments of 8 frames that overlap by a chunk
     sample.main([*args, "--given=moving_digits", "--segments=3", f"--out={tmp_path / 'on'}"])
     sample.main([*args, f"--given={tmp_path / 'on'}", f"--out={tmp_path / 'again'}"])
