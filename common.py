@@ -329,10 +329,16 @@ def t_quantile(u, dist, schedule, *, mean=0.0, std=1.0, shift=5.0, df=0.01, t_mi
     return t.clamp(lo, hi)
 
 
+@functools.lru_cache(maxsize=16)
+def t_edges(bins, device, dtype, **params):
+    """The bins - 1 times between equally likely intervals of a p(t), params of t_quantile."""
+    u = torch.arange(1, bins, dtype=torch.float64, device="cpu") / bins
+    return t_quantile(u, **params).to(device, dtype)
+
+
 def t_bin(t, bins, **params):
     """(B,) int64: which of `bins` equally likely intervals of a p(t), params of t_quantile, t is in."""
-    u = torch.arange(1, bins, dtype=torch.float64, device="cpu") / bins
-    return torch.bucketize(t, t_quantile(u, **params).to(t, non_blocking=True), right=True)
+    return torch.bucketize(t, t_edges(bins, t.device, t.dtype, **params), right=True)
 
 
 def sample_t(n, dist, schedule, device, **params):
@@ -678,14 +684,19 @@ def parse_ema(entry):
     return name, kind, value
 
 
+@functools.lru_cache
+def power_gamma(width):
+    """gamma of an average by `power` whose profile has this relative width (Karras 2024, alg. 2)."""
+    return float(np.roots([1, 7, 16 - width ** -2, 12 - width ** -2]).real.max())
+
+
 def ema_beta(entry, n, batch_size):
     """beta of ema <- beta ema + (1 - beta) student after the n-th (1-based) student update.
     power: (1 - 1/n)^(gamma + 1), gamma by the profile's relative width (Karras 2024, alg. 2; 0.05: 16.97).
     half_kimg: 0.5^(batch_size / h), half-life h ramped up to 5 % of the images seen (EDM)."""
     _, kind, value = parse_ema(entry)
     if kind == "power":
-        gamma = float(np.roots([1, 7, 16 - value ** -2, 12 - value ** -2]).real.max())
-        return (1 - 1 / n) ** (gamma + 1)
+        return (1 - 1 / n) ** (power_gamma(value) + 1)
     if kind == "half_kimg":
         return 0.5 ** (batch_size / min(1000 * value, 0.05 * n * batch_size))
     return value
@@ -710,8 +721,11 @@ def everyone(value, group):
 
 
 def from_rank0(value, group):
-    """Rank 0's value on every rank of a gloo group."""
-    return everyone(value, group)[0]
+    """Rank 0's value (any small object) on every rank of a gloo group, or `value` where that is None."""
+    box = [value]
+    if group is not None:                               # not `everyone`, whose memory grows with the ranks
+        dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
 
 
 def on_rank0(f, group):

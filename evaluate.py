@@ -281,7 +281,7 @@ def main(argv):
         judge = judge or (Judge(args.seeds) if source == "digits" else
                           VideoJudge(shape[1], getattr(student, "chunk", 0)))
         rows, todo = [], [*plan(run, args, device)]
-        sample.make_folder(run.folder / "eval")
+        files.make(run.folder / "eval")
         for name, net, steps, calls in todo:
             row = frozen.get((name, steps)) or score(run, net, name, steps, judge, args, here)
             if name not in run.students and name not in run.state["nets"]:              # is scored once

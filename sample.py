@@ -276,10 +276,6 @@ def read_prompts(text):
     return prompts
 
 
-def make_folder(folder):
-    files.make(folder)
-
-
 def arguments(name, text, batch):
     """A parser of what sample.py and evaluate.py both take."""
     parser = argparse.ArgumentParser(name, description=text,
@@ -356,7 +352,7 @@ def main(argv):
     one_sheet, form = kind in (".png", ".gif", ".mp4"), f".{args.format}" if video else ".png"
     if ".mp4" in (kind, form) and not importlib.util.find_spec("av"):
         raise BadInput("mp4 needs the PyAV library; pip install av")
-    make_folder(out.parent if one_sheet else out)
+    files.make(out.parent if one_sheet else out)
 
     # draw; separate files are written batch by batch
     net, sheet = load_net(run, name, device), []

@@ -84,7 +84,7 @@ def main(argv):
     about = json.dumps(about | dict(texts=sum(common.everyone(texts, group)))).encode()
 
     def open_folder():
-        sample.make_folder(folder)
+        files.make(folder)
         if files.read(folder / "meta.json") not in (None, about):
             raise common.BadInput(f"{folder} was made otherwise (see its meta.json); give another --out")
         for left in folder.glob(".*.tmp"):              # by a killed run

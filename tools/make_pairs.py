@@ -66,7 +66,7 @@ def write_meta(folder, meta):
     """Writes meta.json, or raises BadInput where the folder's is another."""
     local = isinstance(folder, Path)
     if local:
-        sample.make_folder(folder)
+        files.make(folder)
     with open(folder / ".lock", "w") if local else nullcontext() as handle:
         if local:
             with suppress(OSError):                     # of a file system without locks
