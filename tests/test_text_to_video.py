@@ -160,7 +160,7 @@ def test_clips_train_and_sample_from_a_folder_of_gifs_and_from_tars(made, tmp_pa
     if name == "cog":
         run.refused(sample.main, [*args, clip], says=["--given", "causal", "chunk 0"])
         return
-    bad = {"overlap 3 of 3": [clip, "--overlap=3"], "no file .gif": [f"--given={tmp_path}/none", *more],
+    bad = {"overlap 3 of 3": [clip, "--overlap=3"], "not exist": [f"--given={tmp_path}/none", *more],
            "4 for 1 prompts": [f"--given={tmp_path}/clips"]} | ({} if name == "wan" else {"--given": more})
     bad |= {"9 frames takes 17": [clip, "--segments=4", "--overlap=1"]} if name == "vace" else {}
     for says, how in bad.items():
