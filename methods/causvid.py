@@ -29,6 +29,7 @@ config = dict(
     optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...: 1, .75, .5, .25, shifted by 5
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
+    clean_prefix=0.5,                # probability of a clean beginning, as in sampling; paper: 0
     context_noise=0.0,               # t of the finished chunks in the sampler's cache
     window=8, sink=0,                # frames it sees, its own included, and first ones besides; 0 = all
     t_dist="shifted",                # noise levels of dm, dsm and GAN; common.t_quantile lists them
@@ -47,7 +48,7 @@ presets = dict(
     # assumption: 1000 student updates, where they saw it saturate. --student: as self_forcing.py
     wan=dict(net="wan:t2v_1_3b", data="clips-480p", teacher="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
              student="outputs/fewstep/wan/causal_kd_wan", chunk=3, window=0, steps=3,
-             t_list=(0.999, 0.757, 0.522), t_shift=8.0, guidance=4.5, batch_size=64,
+             t_list=(0.999, 0.757, 0.522), t_shift=8.0, guidance=4.5, clean_prefix=0.0, batch_size=64,
              max_iter=6000, lr=2e-6, lr_fake=2e-6, amp="bf16", parallel="fsdp", recompute=True,
              save_every=600, val_every=0, sample_every=600),
 )
@@ -62,7 +63,7 @@ def build(cfg):
         raise common.BadInput(f"--chunk {cfg['chunk']} must be above 0 and is the student's alone; --net "
                               f"{cfg['net']} takes none")
     levels(student, cfg)
-    common.check(cfg, update_ratio=(1, 1e9), sampler=("sde", "ode"))
+    common.check(cfg, update_ratio=(1, 1e9), sampler=("sde", "ode"), clean_prefix=(0, 1))
     common.check_window(student, cfg["window"], cfg["sink"])
     common.check_noise(teacher, cfg["fake_pred"], cfg["fake_weight"], **times(cfg))
     if cfg["gan_weight"]:
@@ -133,6 +134,9 @@ def generate(student, batch, it, cfg):
     """x0 of noised data: every chunk from a random step of the sampler's, or clean."""
     x0, ts = batch["x0"], levels(student, cfg)
     k = common.per_chunk(lambda n: torch.randint(len(ts), (n,), device=x0.device), x0, student.chunk) # (B, F)
+    if cfg["clean_prefix"]:
+        clean = torch.rand(len(x0), 1, device=x0.device) < cfg["clean_prefix"]
+        k = torch.where(clean & common.split_at_chunk(x0, student.chunk)[0], len(ts) - 1, k)
     t = torch.cat([common.t_like(s, x0[:1]) for s in ts])[k]
     known = common.expand((k > 0).float(), x0) * x0     # the first step's input is pure noise, as in sampling
     x_t = common.add_noise(student.schedule, known, torch.randn_like(x0), t)

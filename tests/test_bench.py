@@ -2,6 +2,7 @@
 import re
 
 import pytest
+import torch
 
 import run
 from tools import bench, gpu_check
@@ -58,11 +59,22 @@ def test_the_table_lists_every_pass_every_part_and_their_ratio_with_one_sync(cap
         assert sum(values[:n]) == pytest.approx(values[n], abs=0.005)   # of two blocks median = mean
         assert sum(values[n + 1:n + 7]) == pytest.approx(values[n + 7], abs=0.005)
 
+def test_the_clips_without_a_cache_are_those_with_it_and_both_are_timed():
+    method, cfg = run.setup("self_forcing")
+    net, batch = run.nets_of(method, cfg)["student"], run.batch_of(cfg)
+    (x, fps), (y, others) = bench.frames_per_second(method, cfg | dict(blocks=2), net, batch, "cpu").values()
+    assert torch.allclose(x, y, atol=1e-5) and x.shape[2] == 2 * batch["x0"].shape[2] and x.std() > 0.1
+    assert len(fps) == len(others) == 2
+
 def test_the_readmes_table_takes_new_figures_into_its_row_alone():
     text, row = results_table.README.read_text(), dict(fd=9.87, fd_std=0.65, command="a", minutes=7.4)
     new = results_table.rewrite(text, dict(cm=[row | dict(steps=n) for n in (1, 4)], nobody=[]))
     line, = set(new.splitlines()) - set(text.splitlines())
     assert "`methods/cm.py`" in line and line.count("9.87 ± 0.65") == 2 and " | 7 | " in line
+    row = dict(fd=[8.76] * 8, motion=7.65, track=[6.54] * 8, identity=0.123, command="a", minutes=None, steps=4)
+    new = results_table.rewrite(text, dict(causal_sft=[row]))
+    line, = set(new.splitlines()) - set(text.splitlines())      # of the row of 32 steps nothing
+    assert " | 4 | 8.76 | 8.76 | 8.76 | 7.65 | 6.54 | 0.12 | 31 |" in line
 
 def test_a_gpu_check_has_its_verdict_and_one_that_fails_does_not_end_the_others(capsys, monkeypatch):
     monkeypatch.setattr(gpu_check, "RUNS", dict(odd=("dmd2", "--amp=fp7"), fp32=gpu_check.RUNS["fp32"]))

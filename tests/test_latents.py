@@ -105,7 +105,7 @@ def test_the_presets_of_dit_and_sit_lower_their_loss_on_stored_latents(tmp_path,
     """By the mean of the last 40 iterations of 120 below 0.6 of that of the first 20; in bf16."""
     write(tmp_path, {"set.npz": dict(zip(("moments", "labels"), moments()))})
     method, given = run.load(name), run.TINY | dict(
-        net=net, data=str(tmp_path / "set.npz"), teacher="", batch_size=64, lr=1e-3, max_iter=120,
+        net=net, data=str(tmp_path / "set.npz"), teacher="", batch_size=32, lr=1e-3, max_iter=120,
         log_every=20, sample_every=120, steps=4, amp="bf16")
     result = run.run(method, run.train.resolve(method, ["--preset", preset])[0] | given)
     for key in ("loss", *keys):

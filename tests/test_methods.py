@@ -109,7 +109,7 @@ def test_what_cannot_work_is_refused_before_any_work(name):
         refused(method.build, cfg | {key: value}, says=[word])
 
 # ---- ranks and micro-steps
-FSDP = dict(parallel="fsdp")
+FSDP, ITERATIONS = dict(parallel="fsdp"), 8         # at least 6: of every phase one
 JVP = [name for name in run.METHODS if "jvp" in load(name).config]
 CASES = [                                               # in TCM's second a net may get no sample
     *((name, dict(accum=2)) for name in run.METHODS),
@@ -120,7 +120,7 @@ def on_two_ranks():
     """On one of two: lines and nets (of replicas) in every case; exit steps and noise levels of DMD2."""
     ours = []
     for n, (name, changes) in enumerate(CASES):
-        out = run.run(*setup(name, max_iter=20, name=f"case{n}", **changes))
+        out = run.run(*setup(name, max_iter=ITERATIONS, name=f"case{n}", **changes))
         ours.append((out.lines, "accum" in changes and {n: net.state_dict() for n, net in out.nets.items()}))
     with pytest.MonkeyPatch.context() as patch:
         rollouts, times = (spy(patch, common, f) for f in ("rollout", "sample_t"))
@@ -133,9 +133,9 @@ def test_two_ranks_in_every_way_compute_what_one_does_in_more_micro_steps_from_t
     (results, exits, draws), (others, exits1, draws1) = run.ranks(2, on_two_ranks, timeout_s=500)
     for n, ((name, changes), (lines, nets), (_, other)) in enumerate(zip(CASES, results, others)):
         assert differing(nets, other) == [], name       # replicas stay bit-identical
-        assert run.its(lines, "it") == list(range(1, 21))
+        assert run.its(lines, "it") == list(range(1, ITERATIONS + 1))
         alone = dict(parallel="ddp", recompute=False, accum=2 * changes.get("accum", 1), name=f"alone{n}")
-        lines1 = run.run(*setup(name, max_iter=20, **changes | alone)).lines
+        lines1 = run.run(*setup(name, max_iter=ITERATIONS, **changes | alone)).lines
         assert_alike(lines1, lines, rel=1e-5 if nets else 1e-4)
     assert exits == exits1 and set(exits) == {0, 1, 2}
     assert len({*draws, *draws1}) == 2 * len(draws) > 96        # none twice: ranks, micro-steps, iterations

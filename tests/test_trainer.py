@@ -23,26 +23,26 @@ def train_parts(names, accum, parts):
     for name in names:
         for part, changes in parts.items():
             amp = "fp16" if name == "sft" else ("bf16", "")[accum - 1]      # fp16: the scaler's state, too
-            run.run(*setup(name, lr_schedule="cosine:0.1", warmup=3, ema=EMAS, max_iter=20, val_every=5,
-                           sample_every=10, accum=accum, name=f"{name}_{part}", amp=amp, **changes))
+            run.run(*setup(name, lr_schedule="cosine:0.1", warmup=3, ema=EMAS, max_iter=12, val_every=3,
+                           sample_every=6, accum=accum, name=f"{name}_{part}", amp=amp, **changes))
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_stopped_and_continued_run_is_bit_identical_to_a_straight_one(world, outputs):
     """Each part in new processes."""
     for name in run.METHODS:
         setup(name)                                     # makes the toy teachers
-    for parts in dict(straight={}, parts=dict(stop_at=10)), dict(parts={}):
+    for parts in dict(straight={}, parts=dict(stop_at=8)), dict(parts={}):
         run.ranks(world, train_parts, run.METHODS, 2 // world, parts)
     for name in run.METHODS:
         straight, parts = (outputs / f"{name}_{part}" for part in ("straight", "parts"))
-        assert ckpt.scan(straight / "checkpoints") == [20] and ckpt.scan(parts / "checkpoints") == [10, 20]
-        a, b = ({k: v for k, v in saved(f, 20).items() if k != "config"} for f in (straight, parts))
+        assert ckpt.scan(straight / "checkpoints") == [12] and ckpt.scan(parts / "checkpoints") == [8, 12]
+        a, b = ({k: v for k, v in saved(f, 12).items() if k != "config"} for f in (straight, parts))
         assert differing(a, b) == [] and bool(a["scaler"]) == (name == "sft"), name
         assert {v.dtype for held in a["nets"].values() for v in held.values()} == {torch.float32}
-        assert sum(a["counts"].values()) == 20 and {*a["emas"]} == {"ema", "ema_power", "ema_half"}
+        assert sum(a["counts"].values()) == 12 and {*a["emas"]} == {"ema", "ema_power", "ema_half"}
         assert_alike(run.lines(straight), run.lines(parts))
-        assert run.its(run.lines(straight), "val/student/loss") == [0, 5, 10, 15, 20]
-        a, b = ([(f / f"samples/{it:07d}.png").read_bytes() for it in (0, 10, 20)] for f in (straight, parts))
+        assert run.its(run.lines(straight), "val/student/loss") == [0, 3, 6, 9, 12]
+        a, b = ([(f / f"samples/{it:07d}.png").read_bytes() for it in (0, 6, 12)] for f in (straight, parts))
         assert a == b and len({*a}) == 3                # pictures change with the weights alone
 
 def on_two_ranks():

@@ -7,7 +7,8 @@ trainer.train itself runs, with a clock in the calls that a method gets anyway. 
 passes run: the calls of nets that it made, of the same shapes, and the same optimizer's step. A block is
 --iters iterations of one phase; the first of each is not counted, weights are random, the run folder is
 temporary. Times are ms per iteration, medians over blocks [quartiles]. Memory is the peak of the process, on
-CUDA of torch's allocator. There, every reading of the clock waits for the device.
+CUDA of torch's allocator. There, every reading of the clock waits for the device. Of a causal net, frames
+per second of its sampler besides, for clips twice as long as the data's: with the KV cache and without it.
 """
 import contextlib
 import functools
@@ -80,6 +81,36 @@ def tensors(out):
     return [v for v in tree_flatten(out)[0] if torch.is_tensor(v)]
 
 
+class Uncached(torch.nn.Module):
+    """A causal net whose cache are the finished frames: it passes them again in every call."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.schedule, self.pred, self.chunk = net, net.schedule, net.pred, net.chunk
+
+    def forward(self, x_t, t, cond, start=0, cache=None, write=False):
+        # (B, F, C, H, W)
+        x = torch.cat([cache["kv"][0], x_t.transpose(1, 2)], 1) if cache else x_t.transpose(1, 2)
+        if write:
+            return dict(cache=dict(pos=torch.arange(x.shape[1]), kv=[x]))
+        t = torch.cat([t.new_zeros(len(t), start), t[:, None].expand(-1, x_t.shape[2])], 1)         # (B, F)
+        return self.net(x.transpose(1, 2), t, cond)[:, :, start:]
+
+
+@torch.no_grad()
+def frames_per_second(method, cfg, net, batch, device):
+    """{"cached", "uncached": (the clips, frames per second of each of --blocks)}, of the same noise."""
+    b, c, f, *size = batch["x0"].shape
+    noise, speed = common.noise_fn(0, range(b), (c, 2 * f, *size), device), defaultdict(list)
+    for _ in range(cfg["blocks"] + 1):
+        for name, one in ("cached", net.eval()), ("uncached", Uncached(net)):
+            start = time.perf_counter()
+            x0 = method.sample(one, noise, batch, cfg | dict(window=0), cfg["steps"])
+            float(x0.sum())                             # waits for the device
+            speed[name].append((x0, 2 * b * f / (time.perf_counter() - start)))
+    return {name: (runs[0][0], [fps for _, fps in runs[1:]]) for name, runs in speed.items()}
+
+
 class Syncs(TorchFunctionMode):
     """Counts calls that make the host wait for the device; not those of an optimizer: torch's RAdam reads
     counters that are on the CPU."""
@@ -96,7 +127,8 @@ class Enough(BaseException):
 
 def measure(method, cfg):
     """Runs the trainer; -> {phase: [(ms of an iteration's parts, ms of its passes, number of each) of a
-    block]}, sums over --iters iterations; {phase: syncs of its first iteration}; the device."""
+    block]}, sums over --iters iterations; {phase: syncs of its first iteration}; the device; the speed of a
+    causal net's sampler."""
     own = defaultdict(list)
     for it in range(cfg["max_iter"]):                   # the method's own iterations of each phase, in order
         own[method.phase(it, cfg)].append(it)
@@ -140,6 +172,7 @@ def measure(method, cfg):
         lap("data + encode")
         its_own, phase, _ = plan[it]
         now.it, now.device, now.calls = it, batch["x0"].device, now.calls or Calls(nets)
+        now.net, now.batch = nets["student"], batch
         loss, logged = method.step(nets, batch, its_own, cfg)
         lap("step")
         after = torch.autograd.Variable._execution_engine.queue_callback
@@ -173,7 +206,9 @@ def measure(method, cfg):
     with tempfile.TemporaryDirectory() as root, contextlib.suppress(Enough), counter:
         os.environ["FEWSTEP_OUTPUT_ROOT"] = root
         trainer.train(watched, cfg | off)
-    return blocks, {phase: found.n for phase, found in syncs.items()}, now.device
+    speed = (frames_per_second(method, cfg, now.net, now.batch, now.device)
+             if getattr(now.net, "chunk", 0) else {})
+    return blocks, {phase: found.n for phase, found in syncs.items()}, now.device, speed
 
 
 def row(name, values):
@@ -192,7 +227,7 @@ def main(argv):
         raise common.BadInput("bench.py takes keys, --preset, --blocks (2 or more) and --iters (1 or more)")
     print(f"net {cfg['net']}, batch {cfg['batch_size']}, {cfg['amp'] or 'float32'}, {cfg['blocks']} blocks",
           f"of {iters}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}", flush=True)
-    found, syncs, device = measure(method, cfg)
+    found, syncs, device, speed = measure(method, cfg)
     for phase, (_, *blocks) in found.items():
         print(f"{phase}: {syncs.get(phase, '?')} device sync(s)")
         for k, kind in (1, "passes"), (0, "iteration"):
@@ -201,6 +236,8 @@ def main(argv):
                 row(f"{name} x {n:.3g}" if n != 1 else name, [b[k][name] / iters for b in blocks])
             row(f"= {kind}", [b[k].total() / iters for b in blocks])
         row("ratio", [b[0].total() / b[1].total() for b in blocks])
+    for name, (_, fps) in speed.items():
+        row(f"frames per second, {name}", fps)
     print(f"peak memory {logs.memory_gb(device) * 1024:.0f} MB")
 
 
