@@ -361,7 +361,7 @@ def t_list(schedule, steps, given=(), trained=0.0):
         if len(ts) != steps or ts[0] > limit or any(t <= s for t, s in zip(ts, ts[1:] + [0.0])):
             raise BadInput(f"--t_list {given} must hold --steps {steps} times, descending from at most "
                            f"{limit:g} ({'--t_max' if trained else f'schedule {schedule}'}) to above 0; a "
-                           f"final 0 may follow")
+                           f"final 0 may follow, and \"\" takes equal steps")
     elif schedule == "edm":
         index = torch.linspace(998, 2, steps + 1, dtype=torch.float64, device="cpu").long()
         ts = [t_max] + karras(1000, *t_range("edm")).flip(0)[index[1:-1]].tolist()

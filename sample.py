@@ -278,8 +278,7 @@ def read_prompts(text):
 
 def arguments(name, text, batch):
     """A parser of what sample.py and evaluate.py both take."""
-    parser = argparse.ArgumentParser(name, description=text,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = train.Parser(name, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="run folder")
     parser.add_argument("--ckpt", type=int, help="iterations done by the checkpoint (default: the newest)")
     parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = none (default: the run's)")
@@ -318,10 +317,10 @@ def main(argv):
                  device=str(device))
     run.negative = args.negative
     run.cfg = Config(trainer.defaults | run.cfg | {k: v for k, v in given.items() if v is not None})
-    prompts = read_prompts(args.prompts) if args.prompts else ()
-    if bool(prompts) != bool(getattr(run.nets["student"], "text_dim", 0)):
-        raise BadInput(f"--net {run.cfg['net']} takes no prompts" if prompts else
+    if bool(args.prompts) != bool(getattr(run.nets["student"], "text_dim", 0)):
+        raise BadInput(f"--net {run.cfg['net']} takes no prompts" if args.prompts else
                        f"--net {run.cfg['net']} needs --prompts TEXT, or a file with one a line")
+    prompts = read_prompts(args.prompts) if args.prompts else ()
     if prompts and not run.cfg["encoders"]:
         raise BadInput("prompts need text encoders; give --encoders, a diffusers pipeline (folder or hub id)")
     if args.negative is not None and not prompts:

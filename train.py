@@ -127,6 +127,13 @@ def show_help(method, cfg):
             print(f"  --{key:<16} {value!s:<24} {own.get(key) or trainers.get(key, '')}")
 
 
+class Parser(argparse.ArgumentParser):
+    """Options of the other programs; what it cannot read is a BadInput."""
+
+    def error(self, message):
+        raise BadInput(f"{message}; --help lists the options")
+
+
 def quit_with(sentence):
     """Print the sentence once, from rank 0, and exit with 2. The others wait for it: torchrun ends every
     worker when the first one fails. If nobody ends this one, it alone had something to say."""

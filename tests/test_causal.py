@@ -241,7 +241,7 @@ def test_pairs_of_other_chunks_are_refused():
 
 # ---- causvid, self_forcing
 def test_causvid_sees_chunks_of_the_data_at_its_own_times_or_clean_and_the_first_as_pure_noise():
-    method, cfg = setup("causvid")
+    method, cfg = setup("causvid", clean_prefix=0.0)
     x0, seen, ts = clip(torch.randn(900, 7, dtype=f64)), [], [*cfg["t_list"], 0.0]
     student = Net(lambda net, x_t, t, _: seen.extend([flat(x_t), t]) or x_t, chunk=3)
     for x in (x0, -x0):
@@ -252,6 +252,9 @@ def test_causvid_sees_chunks_of_the_data_at_its_own_times_or_clean_and_the_first
     assert torch.allclose((x_t + other).std(0), 2 * t.square().mean(0).sqrt(), rtol=0.1)
     assert torch.equal(t, t[:, [0] * 4 + [4] * 3]) and torch.corrcoef(t[:, ::4].T)[0, 1].abs() < 0.1
     assert [(t == s).double().mean().item() for s in ts] == pytest.approx([0.2] * 5, abs=0.04)
+    method.generate(student, batch(x0), 0, cfg | dict(clean_prefix=0.5))        # half of half begin clean
+    clean = (seen[-1] == 0).double().mean(0)[[0, 6]].tolist()
+    assert clean == pytest.approx([0.25 + 0.75 * 0.2, 0.2], abs=0.04)
 
 @pytest.mark.parametrize("name", ["causvid", "self_forcing"])
 def test_the_fake_score_learns_the_clips_that_the_student_makes(name):

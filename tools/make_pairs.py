@@ -92,8 +92,8 @@ def missing(folder, meta):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser("make_pairs.py", usage=__doc__,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = train.Parser("make_pairs.py", usage=__doc__,
+                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", required=True, help="folder or URL")
     parser.add_argument("--teacher", default="assets/digits.pth", help="weights, path[#entry]")
     parser.add_argument("--net", default="edm:digits", help="the teacher's, family:size[,option=value]")

@@ -6,7 +6,6 @@ A row: method, preset, net; millions of parameters of the student, of all nets; 
 weights, gradients, two moments and averages; with --steps the CPU time of step and backward pass of each
 phase, 4 samples, nets shrunk as tests/test_recipes.py does it. Nothing is downloaded or read.
 """
-import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -38,7 +37,7 @@ def load(name, preset, ranks=8):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(usage=__doc__)
+    parser = train.Parser(usage=__doc__)
     parser.add_argument("presets", nargs="*", help="METHOD/PRESET, or a METHOD for all of its own")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", action="store_true")

@@ -10,7 +10,6 @@ train it again. NAME.log beside a run is what it said. Figures are those of eval
 samples) for its first EMA, written as they come; minutes are those of the iterations. causal_sft is the
 shipped teacher, as causal_kd's run holds it.
 """
-import argparse
 import json
 import os
 import subprocess
@@ -114,7 +113,7 @@ def train_and_score(method, first, jobs):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(usage=__doc__)
+    parser = train.Parser(usage=__doc__)
     parser.add_argument("methods", nargs="*")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args(argv)
