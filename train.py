@@ -12,6 +12,7 @@ import resume
 if __name__ == "__main__":
     resume.install()                # before torch is imported: a signal must not kill a run that is starting
 
+import argparse
 import difflib
 import os
 import re

@@ -65,11 +65,14 @@ def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch):
             (sample, "--net techer", "did you mean teacher? known: ema_slow, student, teacher, fake_score"),
             (sample, "--guidance 2", "--guidance 2 changes nothing for ema_slow"),
             (sample, "--negative dog", "--negative 'dog' is for nets that take prompts"),
-            (sample, "--prompts nosuch/prompts", "nosuch/prompts does not exist"),
-            (sample, "--prompts nosuch.txt", "nosuch.txt does not exist"),
-            (sample, "--prompts latin1.txt", "latin1.txt is not UTF-8 (invalid continuation byte at byte 3)"),
+            (sample, "--prompts nosuch.txt", "toy:tiny takes no prompts"),
+            (sample, "--stpes 2", "--stpes 2; --help"),
             (evaluate, "--steps 1,2", "trained for 1 steps, not for --steps 2")):
         refused(main.main, [str(runs / "dmd2"), *args.split()], says=[words])
+    for prompts, words in (("nosuch/prompts", "nosuch/prompts does not exist"),
+                           ("nosuch.txt", "does not exist"),
+                           ("latin1.txt", "latin1.txt is not UTF-8 (invalid continuation byte at byte 3)")):
+        refused(sample.read_prompts, prompts, says=[words])
     assert list(tmp_path.iterdir()) == [tmp_path / "latin1.txt"]
     assert sample.read_prompts("a cat / a dog") == ["a cat / a dog"]
 
