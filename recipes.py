@@ -253,10 +253,10 @@ of_causvid = dict(
     # WanT2V/config_causvid; CausVid's wan_causal_dmd_warp_4step_cfg2: as its preset wan, four steps by shift
     # 8, less guidance
     wan_fastgen=wan_1b | causal | rates(5e-5) | dict(
-        student=ode_init, gan_weight=1e-3, clean_prefix=0.0),
+        student=ode_init, gan_weight=1e-3, clean_prefix=0.0, ema=("ema:0.99",)),
     wan_4steps=wan_1b | rates(2e-6) | dict(
         student=f"{runs}/wan/causal_kd_wan", chunk=3, window=0, t_list=(0.999, 0.96, 0.8889, 0.7273),
-        t_shift=8.0, guidance=3.0, clean_prefix=0.0, batch_size=64, max_iter=6000))
+        t_shift=8.0, guidance=3.0, clean_prefix=0.0, batch_size=64, max_iter=6000, ema=("ema:0.99",)))
 of_self_forcing = dict(
     # WanT2V/config_sf, _14b, WanV2V/config_sf
     wan_fastgen=wan_1b | causal | dict(frames_max=0, student=ode_init),

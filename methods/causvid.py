@@ -26,7 +26,7 @@ config = dict(
     chunk=2, steps=4,                # frames made at once (paper: 3, or 1), and the steps of each chunk
     max_iter=1200, batch_size=16,    # 200 student updates
     update_ratio=5,                  # fake updates before each student update; at least 1
-    lr=5e-4, lr_fake=1e-3, lr_disc=2e-4,        # student, fake score, discriminator
+    lr=2.5e-4, lr_fake=1e-3, lr_disc=2e-4,      # student, fake score, discriminator
     optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.01,       # adamw, adam, radam; moments; 0 = off
     t_list=(0.999, 0.9375, 0.8333, 0.625),      # times of steps 1, 2, ...: 1, .75, .5, .25, shifted by 5
     sampler="sde",                   # between steps: sde (fresh noise), ode (the noise of the last step)
@@ -41,7 +41,7 @@ config = dict(
     gan_weight=0.0,                  # of gan_g; FastGen: 3e-3; 0 = no GAN
     gan_d_weight=1.0,                # of gan_d; 0 = the discriminator does not learn
     gan_taps=(),                     # features of the fake score for the discriminator; "" = the last
-    ema=("ema:0.99",),
+    ema=("ema:0.95",),               # 0.99 still holds much of where it started
 )
 
 presets = dict(
@@ -51,7 +51,7 @@ presets = dict(
              student="outputs/fewstep/wan/causal_kd_wan", chunk=3, window=0, steps=3,
              t_list=(0.999, 0.757, 0.522), t_shift=8.0, guidance=4.5, clean_prefix=0.0, batch_size=64,
              max_iter=6000, lr=2e-6, lr_fake=2e-6, amp="bf16", parallel="fsdp", recompute=True,
-             save_every=600, val_every=0, sample_every=600),
+             ema=("ema:0.99",), save_every=600, val_every=0, sample_every=600),
 )
 
 
