@@ -1,6 +1,7 @@
 """tools/prepare_data.py and tools/plot.py."""
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import struct
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import data
-from run import SERVER, refused
+from run import refused
 from tools import plot, prepare_data
 
 draw = np.random.default_rng(3)
@@ -94,7 +95,8 @@ def test_a_killed_run_leaves_no_process_and_goes_on_to_the_same_bytes(tmp_path, 
     whole, blocked = made(tree, tmp_path / "a.zip", "--size", "16"), tree / "n3/a.JPEG"
     blocked.rename(tmp_path / "a.JPEG")
     os.mkfifo(blocked)                                  # a worker waits here for what never comes
-    process = SERVER.Process(target=made, args=(tree, tmp_path / "k.zip", "--size", "16"))
+    how = dict(target=made, args=(tree, tmp_path / "k.zip", "--size", "16"))
+    process = multiprocessing.get_context("fork").Process(**how)
     process.start()
     while len([*tmp_path.glob("k.zip.*.parts/0000[01].zip")]) < 2:
         assert not process.join(0.1) and process.is_alive()
