@@ -70,7 +70,7 @@ def test_cifar_10_is_read_from_archive_folder_or_url_and_no_code_of_its_pickles_
 @pytest.mark.parametrize("how", ["adm", "edm"])
 def test_imagenet_as_folders_or_a_tar_of_tars_is_cut_with_labels_in_sorted_order(tmp_path, tree, how):
     options, every = ("--size", "16", "--crop", how), sorted(tree.glob("*/[a-z].JPEG"))
-    inner = lambda k: {file.name: file.read_bytes() for file in every if k in file.parts}
+    inner = lambda k: {file.name: file.read_bytes() for file in reversed(every) if k in file.parts}
     whole, found = made(tree, tmp_path / "a.zip", *options), data.load(dict(data=str(tmp_path / "a.zip")))
     assert found.label.tolist() == [0, 0, 1, 2] and found.shape == (3, 16, 16)
     for i, file in enumerate(every):
