@@ -21,6 +21,8 @@ import files
 import resume
 from nets import encoders
 
+SPEED = ("ms_per_it", "img_per_s", "mem_gb", "reserved_gb", "gpu_util", "eta_s", "data_ms")
+
 
 class Meter:
     """Means of scalars over a window and over the ranks (of "skipped" the sum); tensors stay on their device
@@ -146,10 +148,9 @@ def with_rates(values, batch_size, left, device):
 
 def log_line(done, total, values):
     """it 001200/010000 | loss 0.4 dm 0.4 | dsm 0.08 | norm 0.83 | lr 1.0e-05 | 412 ms/it | ... | eta 1h02m"""
-    meta = ("ms_per_it", "img_per_s", "mem_gb", "reserved_gb", "gpu_util", "eta_s", "data_ms")
     groups = {"loss": [], "norm": [], "lr": []}
     for key, value in values.items():
-        if key not in meta:
+        if key not in SPEED:
             kind = next((k for k in ("norm", "lr") if key.startswith(k)), "loss")
             kind = "norm" if key in ("skipped", "scale") else kind
             groups[kind].append(f"{key} {value:{'.1e' if kind == 'lr' else '.4g'}}")
