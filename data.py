@@ -59,7 +59,8 @@ def reading(what):
     except BadInput:
         raise
     except Exception as error:
-        raise BadInput(f"{what} cannot be read ({type(error).__name__}: {error}); replace it") from error
+        said = " ".join(str(error).split())[:300]
+        raise BadInput(f"{what} cannot be read ({type(error).__name__}: {said}); replace it") from error
 
 
 # ---------------------------------------------------------------- data sets

@@ -283,8 +283,33 @@ def arguments(name, text, batch):
     parser.add_argument("--ckpt", type=int, help="iterations done by the checkpoint (default: the newest)")
     parser.add_argument("--guidance", type=float, help="1 = conditional, 0 = none (default: the run's)")
     parser.add_argument("--batch", type=int, default=batch, help=f"samples drawn at once (default {batch})")
+    parser.add_argument("--prompts", help="a text, or a file with one a line")
+    parser.add_argument("--negative", help="what guidance leads away from (default: the run's)")
+    parser.add_argument("--encoders", help="pipeline of text encoders and VAE (default: the run's)")
     parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the best there is)")
     return parser
+
+
+def read_texts(run, args, device, rank):
+    """The list of --prompts; the run's config with what else is said of texts and pixels. BadInput where that
+    is not for the run's net."""
+    given = dict(negative_prompt=args.negative, encoders=args.encoders, device=str(device),
+                 depth_model=getattr(args, "depth_model", None))
+    run.negative = args.negative
+    run.cfg = Config(trainer.defaults | run.cfg | {k: v for k, v in given.items() if v is not None})
+    if bool(args.prompts) != bool(getattr(run.nets["student"], "text_dim", 0)):
+        raise BadInput(f"--net {run.cfg['net']} takes no prompts" if args.prompts else
+                       f"--net {run.cfg['net']} needs --prompts TEXT, or a file with one a line")
+    prompts = read_prompts(args.prompts) if args.prompts else ()
+    if prompts and not run.cfg["encoders"]:
+        raise BadInput("prompts need text encoders; give --encoders, a diffusers pipeline (folder or hub id)")
+    if args.negative is not None and not prompts:
+        raise BadInput(f"--negative {args.negative!r} is for nets that take prompts, which "
+                       f"--net {run.cfg['net']} does not; leave it out")
+    encoders.check(run.cfg, prompts)
+    for line in encoders.cut(prompts, run.cfg) if rank == 0 else ():
+        print(line)
+    return prompts
 
 
 def main(argv):
@@ -293,9 +318,6 @@ def main(argv):
     parser.add_argument("--steps", type=int, help="of the sampler (default: the run's; 18 for a teacher)")
     parser.add_argument("--classes", default="all", help="0,1,2 or 0-9 or all (default)")
     parser.add_argument("--seeds", default="0-79", help="samples to draw, 0-79 (default) or 0,5,7")
-    parser.add_argument("--prompts", help="a text, or a file with one a line")
-    parser.add_argument("--negative", help="what guidance leads away from (default: the run's)")
-    parser.add_argument("--encoders", help="pipeline of text encoders and VAE (default: the run's)")
     parser.add_argument("--frames", type=int, help="of a clip (default: as trained)")
     parser.add_argument("--given", help="what clips go on from: a picture, a video, or a folder of them")
     parser.add_argument("--segments", type=int, default=1, help="of a clip, each of --frames (default 1)")
@@ -313,22 +335,7 @@ def main(argv):
     run = load_run(args.run, args.ckpt, args.guidance, print if rank == 0 else lambda text: None)
     name, many = pick_net(run, args.net), run.cfg["classes"]
     steps = own_steps(run, name) if args.steps is None else args.steps
-    given = dict(negative_prompt=args.negative, encoders=args.encoders, depth_model=args.depth_model,
-                 device=str(device))
-    run.negative = args.negative
-    run.cfg = Config(trainer.defaults | run.cfg | {k: v for k, v in given.items() if v is not None})
-    if bool(args.prompts) != bool(getattr(run.nets["student"], "text_dim", 0)):
-        raise BadInput(f"--net {run.cfg['net']} takes no prompts" if args.prompts else
-                       f"--net {run.cfg['net']} needs --prompts TEXT, or a file with one a line")
-    prompts = read_prompts(args.prompts) if args.prompts else ()
-    if prompts and not run.cfg["encoders"]:
-        raise BadInput("prompts need text encoders; give --encoders, a diffusers pipeline (folder or hub id)")
-    if args.negative is not None and not prompts:
-        raise BadInput(f"--negative {args.negative!r} is for nets that take prompts, which "
-                       f"--net {run.cfg['net']} does not; leave it out")
-    encoders.check(run.cfg, prompts)
-    for line in encoders.cut(prompts, run.cfg) if rank == 0 else ():
-        print(line)
+    prompts = read_texts(run, args, device, rank)
     every = list(range(many)) or [-1]                                       # -1: unconditional
     classes = every if args.classes == "all" else numbers("--classes", args.classes, many)
     ids = numbers("--seeds", args.seeds, 10_000_000)                        # names have seven digits

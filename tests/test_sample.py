@@ -88,6 +88,10 @@ def test_frechet_distance_is_the_closed_form_of_two_gaussians():
     (m, a), (n, b) = ((z.mean(0).numpy(), np.cov(z.T.numpy())) for z in (x, y))
     exact = ((m - n) ** 2).sum() + np.trace(a + b) - 2 * np.sqrt(np.linalg.eigvals(a @ b).real).sum()
     assert evaluate.frechet(x, y) == pytest.approx(exact, abs=1e-10)
+    p, q = ((torch.tensor(mean), evaluate.root(torch.tensor(c))) for mean, c in ((m, a), (n, b)))
+    assert evaluate.distance(*p, *q) == pytest.approx(exact, rel=1e-9)
+    few = evaluate.root(torch.cov(torch.randn(9, 4, generator=draw).double()))              # of rank 3
+    assert abs(evaluate.distance(few[0], few, few[0], few)) < 1e-12
 
 def test_training_digits_score_perfectly_but_as_memorised_held_out_ones_as_new_and_degraded_ones_worse(judge):
     (held, _), (x0, label) = evaluate.digits("val"), evaluate.digits("train")
