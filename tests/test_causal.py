@@ -260,7 +260,7 @@ def test_causvid_sees_chunks_of_the_data_at_its_own_times_or_clean_and_the_first
 def test_the_fake_score_learns_the_clips_that_the_student_makes(name):
     """Its loss ends at that of the best linear score for their covariance, not the data's."""
     method, cfg = setup(name, steps=1, t_list=(0.999,), t_min=0.5, t_max=0.5, gan_weight=0.0,
-                        **dict(frames_max=0) if name == "self_forcing" else {})
+                        **dict(frames_max=0) if name == "self_forcing" else dict(clean_prefix=0.0))
     torch.manual_seed(0)
     maker, t = torch.randn(FRAMES, FRAMES, dtype=f64).tril(), torch.full((FRAMES,), 0.5, dtype=f64)
     student, real = Net(lambda net, x_t, *_: clip(flat(x_t) @ maker.T)), process(20000)
