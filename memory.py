@@ -62,11 +62,6 @@ def example(cfg, student, n, tokens=0, views=257):
                 path=torch.randn(n, len(path_t), c, f, *size), path_t=path_t)
 
 
-def phases(method, cfg):
-    """{phase: its first iteration}; a phase has one in the first thousand, or none that counts."""
-    return {method.phase(it, cfg): it for it in reversed(range(min(cfg["max_iter"], 1000)))}
-
-
 def peak(method, cfg, nets, batch, it):
     """(bytes a micro-step adds at most to nets, batch and the gradients it leaves; bytes of those), of nets
     and a batch that are real or fake."""
@@ -88,17 +83,16 @@ def peak(method, cfg, nets, batch, it):
 def faked(cfg, nets):
     """In place: the nets on fake tensors of the CPU, in the type they compute in, blocks as --recompute."""
     for net in nets.values():
-        found, split = shard.units(net), cfg["parallel"] == "fsdp"
+        found = shard.units(net)
         for module in found if cfg["recompute"] else ():
             module.forward = shard.recomputed(module.forward)
-        dtype = shard.DTYPES.get(cfg["amp"]) if split and found else None
+        dtype = shard.DTYPES.get(cfg["amp"]) if cfg["parallel"] == "fsdp" and found else None
         for module in net.modules():
             for key, p in module._parameters.items():
-                if p is not None:
-                    fake = torch.empty(p.shape, dtype=dtype or p.dtype, device="cpu")
-                    module._parameters[key] = torch.nn.Parameter(fake, p.requires_grad)
+                module._parameters[key] = p if p is None else torch.nn.Parameter(
+                    torch.empty_like(p, dtype=dtype, device="cpu"), p.requires_grad)
             for key, b in module._buffers.items():
-                module._buffers[key] = b if b is None else torch.empty(b.shape, dtype=b.dtype, device="cpu")
+                module._buffers[key] = b if b is None else torch.empty_like(b, device="cpu")
 
 
 def rows(net, cfg, world):
@@ -143,7 +137,8 @@ def per_rank(method, cfg, nets, world, trial=True):
                 faked(cfg, nets)
                 batch = example(cfg, nets["student"], n := cfg["batch_size"] // (world * cfg["accum"]))
             batch["cond"]["label"] = batch["uncond"]["label"] = torch.zeros(n, dtype=torch.int64)   # are read
-            for phase, it in phases(method, cfg).items():
+            firsts = {method.phase(it, cfg): it for it in reversed(range(min(cfg["max_iter"], 1000)))}
+            for phase, it in firsts.items():
                 flat = whole[phase] if world > 1 else 0         # average_gradients copies them
                 step = max(peak(method, cfg, nets, batch, it)[0] + gather, flat)
                 most = max(most, (rank[phase] + step, rank[phase]))
@@ -157,13 +152,12 @@ def per_rank(method, cfg, nets, world, trial=True):
 
 def fits(gb):
     """The smallest of the devices that holds it, in words."""
-    total = sum(gb.values())
-    held = [size for size in DEVICES if total <= 0.9 * size]
-    return "not known" if math.isnan(total) else f"{held[0]} GB" if held else f"none of {DEVICES[-1]} GB"
+    held = [size for size in DEVICES if sum(gb.values()) <= 0.9 * size]
+    return f"{held[0]} GB" if held else f"none of {DEVICES[-1]} GB"
 
 
 def line(gb, why):
     """What --dry_run says of it."""
-    return (f"memory per rank: {sum(gb.values()):.2f} GB = " + ", ".join(f"{k} {v:.2f}" for k, v in gb.items()) +
-            (f"; a step could not be tried without values ({why}), activations come on top" if why else
-             f" (a micro-step on top, by trial on fake tensors)\nsmallest device that holds it: {fits(gb)}"))
+    parts = ", ".join(f"{k} {v:.2f}" for k, v in gb.items())
+    return f"memory per rank: {sum(gb.values()):.2f} GB = {parts} (step: by trial, of a micro-step)\n" + (
+        f"no step could be tried ({why})" if why else f"smallest device that holds it: {fits(gb)}")
