@@ -194,7 +194,7 @@ def data_line(cfg, dataset, net, device):
 
 def describe(cfg, changed, plan, world, start=None, opts={}, owners={}):
     """The first lines of a log: config, parameters, batch arithmetic, optimizers and the nets that each owns;
-    without a start what --dry_run prints, with memory."""
+    without a start what --dry_run prints before memory."""
     lines, each = config_lines(cfg, changed), cfg["batch_size"] // (world * cfg["accum"])
     for name, net in plan.nets.items():
         sizes = {k: p.numel() for k, p in net.named_parameters()}
@@ -203,10 +203,9 @@ def describe(cfg, changed, plan, world, start=None, opts={}, owners={}):
     shards = f", nets sharded over {cfg['shard_size'] or world}" if cfg["parallel"] == "fsdp" else ""
     batch = f"batch {cfg['batch_size']} = {each} per rank x accum {cfg['accum']} x {world} ranks{shards}"
     if start is None:
-        samples, gb = cfg["max_iter"] * cfg["batch_size"], sum(state_gb(cfg, plan.nets, world).values())
+        samples = cfg["max_iter"] * cfg["batch_size"]
         return "\n".join([*lines, f"{batch}; {cfg['max_iter']} iterations = {samples:,} samples",
-                          f"memory per rank in float32: {gb:.2f} GB for weights, gradients, two moments and "
-                          f"{len(cfg['ema'])} EMA; activations come on top", f"output {plan.folder}"])
+                          f"output {plan.folder}"])
     lines += [f"optimizer {phase}: {type(opt).__name__} of {', '.join(owners[phase])}, {plan.turns[phase]} "
               f"turns" for phase, opt in opts.items()]
     device = f"{plan.device}, {dist.get_backend()}" if world > 1 else plan.device
@@ -225,16 +224,6 @@ def warnings(cfg, plan, opts, sources):
         lines.append(f"WARNING: the pairs {cfg['data']} are of --net {meta['net']} --teacher "
                      f"{meta['teacher']}, other weights than this run's --teacher {cfg['teacher']}")
     return lines + encoders.cut(data.captions(plan.dataset) if cfg["encoders"] else (), cfg)
-
-
-def state_gb(cfg, nets, world):
-    """{what: GB of it per rank in float32}."""
-    every = [p for net in nets.values() for p in net.parameters()]
-    train = [p for p in every if p.requires_grad]
-    sizes = dict(weights=every, gradients=train, moments=2 * train,
-                 ema=len(cfg["ema"]) * [*nets["student"].parameters()])
-    shares = (cfg["shard_size"] or world) if cfg["parallel"] == "fsdp" else 1
-    return {k: 4 * sum(p.numel() for p in part) / 2 ** 30 / shares for k, part in sizes.items()}
 
 
 def ending(cfg, plan, done, last):

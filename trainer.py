@@ -29,6 +29,7 @@ import files
 import fill
 import judge
 import logs
+import memory
 import resume
 import shard
 import startup
@@ -116,7 +117,8 @@ def train(method, cfg, changed=(), dry_run=False):
     found = startup.check_folder(method, cfg, folder)
     pins = None if found or rank else startup.pin_sources(cfg, nets, plan.inits, None)
     if dry_run:
-        return print(logs.describe(cfg, changed, plan, world))
+        print(logs.describe(cfg, changed, plan, world))
+        return print(memory.line(*memory.per_rank(method, cfg, nets, world)))
     files.make(folder, "set FEWSTEP_OUTPUT_ROOT to another place")
 
     # ---- process group, the folder's lock, the checkpoint to continue from

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-import augment
 import common
+import memory
 import run
 from run import refused
 from tools import presets
@@ -38,19 +38,7 @@ def shrunk(method, cfg, n=4):
         nets = method.build(cfg)
     for p in (p for net in nets.values() for p in net.parameters()):    # none that starts at 0 hides another
         p.data.add_(0.05 * torch.randn_like(p))
-    has, (c, f, *size) = lambda name: getattr(nets["student"], name, 0), nets["student"].x_shape
-    shapes = dict(text=(5, has("text_dim")), pooled=(has("pooled_dim"),), augment=(augment.dim(cfg),),
-                  image=(3, has("image_dim")), control=(has("control"), f, *size),      # a 0: has none
-                  first_frame=(c * bool(has("first")), 1 if has("first") == "replace" else f, *size),
-                  condition_frames=(c * bool(cfg["given_frames"]), f, *size))
-    none, path_t = torch.full((n,), -1), torch.tensor(cfg.get("t_list", ()), dtype=torch.float64)
-    cond = {k: torch.randn(n, *shape) for k, shape in shapes.items() if 0 not in shape}
-    cond |= dict(label=torch.arange(n) if cfg["classes"] else none)
-    if cfg["given_frames"]:
-        mask = (torch.arange(f) < cfg["given_frames"]).float().view(-1, 1, 1)
-        cond["condition_mask"] = mask.expand(n, 1, -1, 1, 1)
-    return cfg, nets, dict(x0=torch.randn(n, c, f, *size), cond=cond, uncond=cond | dict(label=none),
-                           path=torch.randn(n, len(path_t), c, f, *size), path_t=path_t)
+    return cfg, nets, memory.example(cfg, nets["student"], n, tokens=5, views=3)
 
 def steps(method, cfg, nets, batch):
     """Of each phase (name, CPU ms, loss, logs) of its first step, whose gradients the nets then hold."""
@@ -84,7 +72,7 @@ def test_the_list_of_presets_has_their_sizes_and_memory(capsys):
     assert [row[:3] for row in rows] == [["sft", "sit_xl", "dit:sit_xl2"], ["dmd2", "sdxl", "sd:sdxl"]]
     one = 4 * student * 1e6 / 2 ** 30                   # GB of one float32 copy
     assert student == pytest.approx(674.8, abs=0.1)
-    assert sit == pytest.approx([one, one, 2 * one, 2 * one, 6 * one, sit[5]], abs=0.06)
+    assert sit == pytest.approx([one, 2 * one, 2 * one, one, 6 * one, sit[5]], abs=0.06)
     assert sdxl == pytest.approx(2567, abs=3) and len(sharded) == 7     # with the ms of two phases
     assert sharded[0] == pytest.approx(3 * 4 * sdxl * 1e6 / 2 ** 30 / 16, rel=0.02)     # three nets, 16 rows
     refused(presets.main, ["dmd2/sdlx"], says=["did you mean dmd2/sdxl"])
