@@ -1,5 +1,5 @@
 """Every command in README.md's blocks: run in small form, or refused in a sentence where it needs more."""
-import importlib
+import importlib.util
 import re
 import shlex
 import shutil
@@ -30,6 +30,11 @@ HERE = {
     "python sample.py RUN --frames 16 --fps 8 --out clips.mp4": ("--frames",),
     "python sample.py RUN --prompts p.txt --given stills --segments 3 --out clips.mp4": ("prompts",),
     "python evaluate.py RUN --all --steps 1": FEW,
+    # the library is not there, or its weights are not, or the file
+    "torchrun --nproc_per_node 8 evaluate.py RUN --seeds 3 --ref cifar10-32x32.npz --inception weights.pth": (),
+    "python evaluate.py RUN --ref photos --save_ref photos.npz --samples 10000": (),
+    'python tools/plot.py RUN RUN --keys "loss,norm*" --out curves.png':
+        "" if importlib.util.find_spec("matplotlib") else ("pip install matplotlib",),
     "python tools/bench.py methods/dmd2.py": "--blocks 2 --iters 1 --batch_size 8 --workers 0 --device cpu"}
 
 def call(command, options=""):
