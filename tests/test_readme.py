@@ -34,7 +34,7 @@ HERE = {
     "torchrun --nproc_per_node 8 evaluate.py RUN --seeds 3 --ref cifar10-32x32.npz --inception weights.pth": (),
     "python evaluate.py RUN --ref photos --save_ref photos.npz --samples 10000": (),
     'python tools/plot.py RUN RUN --keys "loss,norm*" --out curves.png':
-        "" if importlib.util.find_spec("matplotlib") else ("pip install matplotlib",),
+        "--keys loss_*,norm*" if importlib.util.find_spec("matplotlib") else ("pip install matplotlib",),
     "python tools/bench.py methods/dmd2.py": "--blocks 2 --iters 1 --batch_size 8 --workers 0 --device cpu"}
 
 def call(command, options=""):
