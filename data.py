@@ -85,7 +85,9 @@ def load(cfg, split="train"):
         found = Stored(path, key, cfg, split)
     else:
         net, what = cfg.get("net", "edm:digits"), "is no data" if os.path.exists(path) else "does not exist"
-        of = "" if net == "edm:digits" else f" --net {net} --data DATA --teacher PATH"
+        net += f",chunk={cfg['chunk']}" if cfg.get("pairs") == "chunk" else ""          # causal_kd's
+        times = f" --path_t {','.join(f'{t:g}' for t in cfg['t_list'])}" if cfg.get("pairs") else ""
+        of = "" if net == "edm:digits" else f" --net {net} --data DATA --teacher PATH{times}"
         make = "" if path.suffix else f" (`torchrun tools/make_pairs.py{of} --out {source}` makes some)"
         raise BadInput(f"--{key} {source} {what}; give a folder of images or clips, a .zip, .npz, .tar, "
                        f"digits or pairs{make}")

@@ -405,7 +405,7 @@ def table(run, rows, judge):
     def cell(row, key, at, places):
         value, std = (v if at is None or v is None else v[at] for v in (row.get(key), row.get(f"{key}_std")))
         return "-" if value is None else f"{value:.{places}f}" + (
-            "" if std is None else f" ± {std:.{places}f}")
+            "" if std is None or len(row["seeds"]) == 1 else f" ± {std:.{places}f}")
     lines = [("net", "steps", "calls", *(head for head, *_ in judge.columns))]
     for row in [*rows, *(dict(net=name) | figures for name, figures in judge.real.items())]:
         lines.append([*(str(row.get(k, "")) for k in ("net", "steps", "calls")),

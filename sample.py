@@ -178,11 +178,13 @@ def going_on(cfg, net, args):
     own, shape, segments = judge.own_frames(net), shape_of(net, args.frames), args.segments
     causal, whole, wanted = getattr(net, "chunk", 0), getattr(net, "control", 0), args.given or segments > 1
     usual = cfg["given_frames"] if getattr(net, "video2world", False) else not own and causal
-    overlap, most = args.overlap or int(usual) or 1, 1 if getattr(net, "first", "") else shape[1] - 1
+    asked = args.overlap is not None
+    overlap = args.overlap if asked else int(usual) or 1
+    most = 1 if getattr(net, "first", "") else shape[1] - 1
     for wrong, text in (
             (not args.given and (own or causal or whole) and encoders.asks(cfg),
              f"--net {cfg['net']} makes clips from what is given; add --given FILE, or a folder"),
-            (args.overlap and not wanted, f"--overlap {args.overlap} needs --given or --segments"),
+            (asked and not wanted, f"--overlap {args.overlap} needs --given or --segments"),
             (wanted and not (own or causal or whole and segments == 1),
              f"--given and --segments need a net that is causal, or given first frames, which {cfg['net']} "
              f"(chunk {causal}) is not; leave them out"),
@@ -190,7 +192,8 @@ def going_on(cfg, net, args):
              f"--frames {shape[1]}: what this net is given is for {net.x_shape[1]} frames; leave it out, "
              f"--segments make longer clips"),
             (wanted and not 0 < overlap <= most,
-             f"--overlap {overlap} of {shape[1]} latent frames must be 1 to {most} for this net")):
+             f"--overlap {overlap}{'' if asked else ', the default here,'} of {shape[1]} latent frames must "
+             f"be 1 to {most} for this net")):
         if wrong:
             raise BadInput(text)
     if not args.given:
@@ -263,6 +266,8 @@ def numbers(flag, text, limit):
 def read_prompts(text):
     """The lines of a file that are not empty, or the text itself."""
     file = files.place(text) if len(text) < 200 else None
+    if isinstance(file, Path) and file.is_dir():
+        raise BadInput(f"--prompts {text} is a folder; give a file, a prompt a line, or a text of words")
     found = files.read(file) if file is not None and files.exists(file) else None
     if found is None and (text.endswith(".txt") or "/" in text and " " not in text):
         raise BadInput(f"--prompts {text} does not exist; give a file, a prompt a line, or a text of words")
@@ -352,10 +357,11 @@ def main(argv):
     out = files.place(args.out or run.folder / "samples" / f"{run.it:07d}_{name}_{steps}{mark}.png")
     video, kind = len(shape_of(run.nets["student"], args.frames)) == 4, out.suffix.lower()
     common.number("--fps", args.fps, 0.1, 50)
-    if kind == ".webm" or kind in (".gif", ".mp4") and not video:
+    known = {".png", *[".gif", ".mp4"] * video}
+    if kind in {*media.IMAGES, *media.VIDEOS, ".avi", ".mkv", ".npy", ".npz"} - known:
         raise BadInput(f"--out {args.out}: no {kind} is made of {'clips' if video else 'images'}; give a .png"
                        f"{', .gif, .mp4' * video} or a folder")
-    one_sheet, form = kind in (".png", ".gif", ".mp4"), f".{args.format}" if video else ".png"
+    one_sheet, form = kind in known, f".{args.format}" if video else ".png"
     if ".mp4" in (kind, form) and not importlib.util.find_spec("av"):
         raise BadInput("mp4 needs the PyAV library; pip install av")
     files.make(out.parent if one_sheet else out)

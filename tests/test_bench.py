@@ -71,7 +71,8 @@ def test_the_readmes_table_takes_new_figures_into_its_row_alone():
     new = results_table.rewrite(text, dict(cm=[row | dict(steps=n) for n in (1, 4)], nobody=[]))
     line, = set(new.splitlines()) - set(text.splitlines())
     assert "`methods/cm.py`" in line and line.count("9.87 ± 0.65") == 2 and " | 7 | " in line
-    row = dict(fd=[8.76] * 8, motion=7.65, track=[6.54] * 8, identity=0.123, command="a", minutes=None, steps=4)
+    row = dict(fd=[8.76] * 8, motion=7.65, track=[6.54] * 8, identity=0.1234, command="a")
+    row |= dict(minutes=None, steps=4)
     new = results_table.rewrite(text, dict(causal_sft=[row]))
     line, = set(new.splitlines()) - set(text.splitlines())      # of the row of 32 steps nothing
     assert " | 4 | 8.76 | 8.76 | 8.76 | 7.65 | 6.54 | 0.12 | 31 |" in line

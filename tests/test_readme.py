@@ -22,7 +22,7 @@ HERE = {
     f"captioned-1024-latents": ("photos does not exist",),
     "torchrun --nproc_per_node 8 train.py methods/dmd2.py --preset sdxl": ("captioned-1024-latents",),
     f"python sample.py {SDXL} --prompts prompts.txt --encoders {PIPELINE}": (f"{SDXL} does not exist",),
-    f"python tools/export.py {SDXL}#ema sdxl-few-step": (f"{SDXL} does not exist",),
+    f"python tools/export.py {SDXL}#student sdxl-few-step": (f"{SDXL} does not exist",),
     f"python sample.py {RUN}": "--seeds 0-3 --device cpu",
     "python sample.py RUN --net teacher --classes 3 --seeds 0-15 --out threes.png": "--steps 2 --device cpu",
     "torchrun --nproc_per_node 8 sample.py RUN --seeds 0-49999 --out FOLDER": "--seeds 0-3 --device cpu",
@@ -31,7 +31,8 @@ HERE = {
     "python sample.py RUN --prompts p.txt --given stills --segments 3 --out clips.mp4": ("prompts",),
     "python evaluate.py RUN --all --steps 1": FEW,
     # the library is not there, or its weights are not, or the file
-    "torchrun --nproc_per_node 8 evaluate.py RUN --seeds 3 --ref cifar10-32x32.npz --inception weights.pth": (),
+    "torchrun --nproc_per_node 8 evaluate.py RUN --seeds 3 --ref cifar10-32x32.npz --inception weights.pth":
+        (),
     "python evaluate.py RUN --ref photos --save_ref photos.npz --samples 10000": (),
     'python tools/plot.py RUN RUN --keys "loss,norm*" --out curves.png':
         "--keys loss_*,norm*" if importlib.util.find_spec("matplotlib") else ("pip install matplotlib",),

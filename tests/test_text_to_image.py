@@ -312,8 +312,8 @@ def test_dmd2_trains_resumes_samples_as_the_pipeline_and_exports_from_captions_a
     assert near(drawn[-1][0][0], want, 1e-5 * want.abs().max())
     # evaluate.py draws these too: no distance to them
     monkeypatch.setattr(evaluate, "Inception", Tiny)
-    evaluate.main([*teacher, f"--prompts={tmp_path}/prompts.txt", "--steps=2", "--samples=3", "--negative=dog",
-                   f"--ref={tmp_path}/pictures"])
+    evaluate.main([*teacher, f"--prompts={tmp_path}/prompts.txt", "--steps=2", "--samples=3",
+                   "--negative=dog", f"--ref={tmp_path}/pictures"])
     scored = json.loads((folder / "eval/0000003.json").read_text())["results"][0]
     assert scored["fid"] == pytest.approx(0, abs=1e-9)
     run.refused(sample.main, [str(folder)], says=["--prompts"])
