@@ -136,7 +136,7 @@ def test_other_data_are_refused_unless_forced():
 
 def test_a_dry_or_a_finished_run_changes_nothing_and_a_folder_in_use_is_refused(cli, monkeypatch):
     out = cli(SFT, *TINY, "--lr=0.5", "--dry_run")
-    assert contents() == {} and "* lr = 0.5   (default " in out and "GB for weights" in out
+    assert contents() == {} and "* lr = 0.5   (default " in out and "memory per rank: 0.00 GB = weights" in out
     cli(SFT, *TINY, "--max_iter=3")
     before = contents()
     for extra in "--max_iter=3", "--stop_at=2":
